@@ -1,0 +1,1 @@
+"""What the chapters share: small modules, each with one job. Model code lives in the chapters, never here."""

@@ -1,0 +1,84 @@
+"""The table that a step ends in: what was checked, ours, the reference, the error, the tolerance, the verdict."""
+
+import math
+
+import torch
+
+from shared import console
+
+Value = torch.Tensor | float | int
+
+
+class Checks:
+    """Collects comparisons; report() prints them and says whether all of them held."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[str]] = []
+        self.failed = 0
+
+    def close(self, what: str, ours: Value, reference: Value, tolerance: float) -> None:
+        """|ours − reference| <= tolerance everywhere. Tensors show the entry that is furthest off."""
+        ours, reference = as_float64(ours), as_float64(reference)
+        if ours.shape != reference.shape:
+            self.add(what, f"shape {tuple(ours.shape)}", f"shape {tuple(reference.shape)}", "-", "-", False)
+            return
+        gap = (ours - reference).abs()
+        gap = torch.where(ours == reference, torch.zeros_like(gap), gap)  # equal infinities are no error
+        worst = int(gap.nan_to_num(nan=math.inf).argmax())
+        error = gap.flatten()[worst].item()
+        self.add(
+            what,
+            f"{ours.flatten()[worst].item():.7g}",
+            f"{reference.flatten()[worst].item():.7g}",
+            f"{error:.1e}",
+            f"{tolerance:.1e}",
+            error <= tolerance,  # False for NaN
+        )
+
+    def equal(self, what: str, ours: object, reference: object) -> None:
+        """ours == reference, exactly: counts, strings, lists, or tensors bit for bit."""
+        if isinstance(ours, torch.Tensor) and isinstance(reference, torch.Tensor) and ours.shape == reference.shape:
+            self.close(what, ours, reference, tolerance=0.0)
+        else:
+            self.add(what, show(ours), show(reference), "-", "exact", ours == reference)
+
+    def between(self, what: str, ours: float, low: float, high: float) -> None:
+        """low <= ours <= high, for what is measured and not computed."""
+        self.add(what, f"{ours:.4g}", f"{low:.4g} to {high:.4g}", "-", "-", low <= ours <= high)
+
+    def true(self, what: str, ours: str, expected: str, holds: bool) -> None:
+        """A statement that no number sums up: what was seen, what was expected, whether it is so."""
+        self.add(what, ours, expected, "-", "-", holds)
+
+    def raises(self, what: str, error: type[Exception], mentions: list[str], action) -> None:
+        """action() raises `error`, whose text mentions every one of the given words."""
+        try:
+            action()
+            seen, holds = "no error", False
+        except error as caught:
+            seen = f"{type(caught).__name__}: {caught}"
+            holds = all(word in str(caught) for word in mentions)
+        self.add(what, seen, f"{error.__name__} naming {', '.join(mentions)}", "-", "-", holds)
+
+    def add(self, what: str, ours: str, reference: str, error: str, tolerance: str, holds: bool) -> None:
+        self.failed += not holds
+        self.rows.append([what, ours, reference, error, tolerance, "ok" if holds else "FAILED"])
+
+    def report(self) -> int:
+        """Print the table and its sum. Returns the exit status: 0 if every check held, else 1."""
+        console.say()
+        console.say(console.Table(["check", "ours", "reference", "error", "tolerance", "verdict"], self.rows))
+        console.say()
+        if self.failed:
+            console.say(f"{self.failed} of {len(self.rows)} checks FAILED", style="bold red")
+        else:
+            console.say(f"all {len(self.rows)} checks hold", style="bold green")
+        return 1 if self.failed else 0
+
+
+def as_float64(value: Value) -> torch.Tensor:
+    return torch.as_tensor(value).detach().to("cpu", torch.float64)
+
+
+def show(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,143 @@
+"""What a person sees: messages, tables, live progress. The only module that imports rich.
+
+In a terminal there is colour and a live line per run. Anywhere else (a pipe, a file, a dumb terminal) there is
+plain text only, not one escape byte. Text is never read as markup: `[blocks.0]` and `[/INST]` print as they are.
+"""
+
+import io
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import rich.box
+import rich.table
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+PIPE_WIDTH = 10_000  # a pipe has no width to fit, so nothing is cut or wrapped
+PLAIN_BOX = rich.box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+PLAIN_EVERY = 30.0  # seconds between two progress lines where no live display is possible
+
+
+def _console() -> Console:
+    """A console for today's sys.stdout: looked up anew each time, since tests and tools exchange it."""
+    out = sys.stdout
+    terminal = out.isatty()
+    coloured = terminal and "NO_COLOR" not in os.environ
+    return Console(
+        file=out,
+        force_terminal=terminal,
+        force_interactive=terminal and os.environ.get("TERM") != "dumb",
+        color_system="auto" if coloured else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        width=None if terminal else PIPE_WIDTH,
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under headers, not yet laid out: a terminal and a log file give it different widths."""
+
+    headers: list[str]
+    rows: list[list[str]]
+
+
+def say(block: "str | Table" = "", style: str = "") -> None:
+    """Print a message or a table. `style` (rich's, such as "bold") shows only where colour does."""
+    console = _console()
+    if isinstance(block, Table):
+        block = table_text(block, console.width)
+    style = style if console.color_system else None
+    console.print(block.rstrip("\n"), style=style, soft_wrap=not console.is_terminal)
+
+
+def complain(text: str) -> None:
+    """Print one line on standard error."""
+    print(" ".join(text.split()), file=sys.stderr)
+
+
+def tolerate_narrow_encodings() -> None:
+    """A cp1252 console gets "?" for a letter that it lacks, not a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def table_text(table: Table, width: int = PIPE_WIDTH) -> str:
+    """A table as plain text. Phrases fold at their spaces to fit `width`; where numbers would still be cut, each
+    row becomes a short list of its own."""
+    grid = rich.table.Table(box=PLAIN_BOX, pad_edge=False, show_edge=False)
+    for i, header in enumerate(table.headers):
+        cells = [row[i] for row in table.rows]
+        numeric = all(cell[:1] in "+-−0123456789" for cell in cells)
+        phrase = not numeric and any(" " in cell for cell in cells)
+        grid.add_column(header, justify="right" if numeric else "left", no_wrap=not phrase)
+    for row in table.rows:
+        grid.add_row(*row)
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    if console.measure(grid).minimum > width:
+        return records_text(table)
+    console.print(grid)
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+
+
+def records_text(table: Table) -> str:
+    """A table as plain text, one "header: value" per line."""
+    blocks = []
+    for row in table.rows:
+        first, *others = (f"{header}: {cell}" for header, cell in zip(table.headers, row, strict=True))
+        blocks.append("\n  ".join([first, *others]) + "\n")
+    return "\n".join(blocks)
+
+
+class RunProgress:
+    """Progress of several runs: a live line for each run in flight, and a plain line when one has finished.
+
+    Use as a context manager; whatever happens inside, the cursor comes back.
+    """
+
+    def __init__(self, n_runs: int):
+        self.n_runs, self.n_finished = n_runs, 0
+        self.console = _console()
+        self.live = self.console.is_interactive
+        self.bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[note]}"),
+            console=self.console,
+            transient=True,
+            disable=not self.live,
+        )
+        self.tasks, self.last_line = {}, time.monotonic()
+
+    def __enter__(self) -> "RunProgress":
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def update(self, run: str, done: int, total: int, note: str) -> None:
+        """`run` has done so many steps of so many."""
+        if self.live:
+            if run not in self.tasks:
+                self.tasks[run] = self.bars.add_task(run, total=total, note="")
+            self.bars.update(self.tasks[run], completed=done, note=note)
+        elif time.monotonic() - self.last_line > PLAIN_EVERY:
+            self.say(f"{run}: step {done:,} of {total:,}, {note}")
+
+    def finish(self, run: str, note: str) -> None:
+        """`run` is over."""
+        self.n_finished += 1
+        if run in self.tasks:
+            self.bars.remove_task(self.tasks.pop(run))
+        self.say(f"[{self.n_finished}/{self.n_runs}] {run}: {note}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the live ones."""
+        self.last_line = time.monotonic()
+        self.console.print(text, soft_wrap=not self.live)

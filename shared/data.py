@@ -1,0 +1,235 @@
+"""Corpora, tokenizers, the split, batches: the only door through which text comes in.
+
+The default corpus is text that every reader already has, byte for byte, since requirements.txt pins it:
+PyTorch's own documentation ("docs") and Python source ("source").
+"""
+
+import ast
+import base64
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiktoken
+import torch
+
+from shared.errors import UserError
+
+TOKENIZERS = ("char", "bpe4k", "r50k_base")
+BPE4K_FILE = Path(__file__).with_name("bpe4k.tiktoken")
+# Words with the space or mark before them, numbers in threes, runs of punctuation, line ends, spaces.
+BPE4K_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+# ---------------------------------------------------------------- text
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, with or without a byte-order mark, any line ends, as text with plain newlines."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror or error}") from None
+    if b"\0" in raw:
+        raise UserError(f"{path} is not text: it holds a NUL byte at {raw.index(0)}; give a UTF-8 text file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}; save it as UTF-8 first"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def torch_folder() -> Path:
+    """Where the installed torch package lies; found, not imported."""
+    return Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+
+
+def torch_docs() -> list[str]:
+    """The documentation strings of torch's functions and of its Tensor methods, in the order of the files."""
+    documents = []
+    for name in ("_torch_docs.py", "_tensor_docs.py"):
+        strings = [
+            node
+            for node in ast.walk(ast.parse(read_text(torch_folder() / name)))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value
+        ]
+        strings.sort(key=lambda node: (node.lineno, node.col_offset))
+        documents.append("".join(node.value for node in strings))
+    return documents
+
+
+def torch_source() -> list[str]:
+    """Every Python file of the installed torch package, in sorted order; what differs by machine is left out."""
+    root = torch_folder()
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    return [read_text(root / name) for name in names if name != "version.py" and "/generated/" not in name]
+
+
+def texts_at(path: Path) -> list[str]:
+    """The text of a file, or of every file in a folder (sorted by name; hidden ones are left out)."""
+    if path.is_file():
+        return [read_text(path)]
+    if not path.is_dir():
+        raise UserError(f"--data {path}: there is no such file or folder")
+    inside = sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file())
+    return [read_text(path / p) for p in inside if not any(part.startswith(".") for part in p.parts)]
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+class CharTokenizer:
+    """One token per character that occurs in the corpus, numbered in the order of their code points."""
+
+    name = "char"
+
+    def __init__(self, text: str):
+        self.characters = sorted(set(text))
+        self.ids = {character: i for i, character in enumerate(self.characters)}
+        self.vocab_size = len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> ids. UserError for a character that the corpus doesn't hold."""
+        try:
+            return [self.ids[character] for character in text]
+        except KeyError as error:
+            raise UserError(f"the corpus holds no character {error.args[0]!r}, so it has no token") from None
+
+    def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
+        return map(self.encode, texts)
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.characters[i] for i in ids)
+
+
+class BytePairTokenizer:
+    """A tiktoken encoding; the vocabulary is padded to a multiple of 64, which GPUs multiply faster."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding, self.name = encoding, encoding.name
+        self.vocab_size = -(-encoding.n_vocab // 64) * 64
+
+    def encode(self, text: str) -> list[int]:
+        return self.encoding.encode_ordinary(text)
+
+    def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
+        return iter(self.encoding.encode_ordinary_batch(texts))
+
+    def decode(self, ids: list[int]) -> str:
+        return self.encoding.decode([i for i in ids if i < self.encoding.n_vocab])  # padding says nothing
+
+
+def bpe4k_encoding() -> tiktoken.Encoding:
+    """The 4,096-entry vocabulary of shared/bpe4k.tiktoken, learned from torch's source by train_bpe.py."""
+    lines = BPE4K_FILE.read_text(encoding="ascii").splitlines()
+    # Read here and not by tiktoken.load, which would keep a copy under the temporary folder and prefer it.
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+    return tiktoken.Encoding("bpe4k", pat_str=BPE4K_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+
+def make_tokenizer(name: str, texts: list[str]) -> CharTokenizer | BytePairTokenizer:
+    """The tokenizer called `name`, one of TOKENIZERS. UserError if its vocabulary can't be had."""
+    if name == "char":
+        return CharTokenizer("".join(texts))
+    if name == "bpe4k":
+        return BytePairTokenizer(bpe4k_encoding())
+    if name != "r50k_base":
+        raise ValueError(f"unknown tokenizer {name!r}; valid: {', '.join(TOKENIZERS)}")
+    try:
+        return BytePairTokenizer(tiktoken.get_encoding(name))
+    except OSError:  # what tiktoken's download raises: ConnectionError and its kin
+        raise UserError(
+            "--tokenizer r50k_base must be downloaded once and this machine can't: connect and run again, "
+            "point TIKTOKEN_CACHE_DIR at a folder that has it, or use --tokenizer bpe4k, which is on disk"
+        ) from None
+
+
+# ---------------------------------------------------------------- corpus
+
+
+@dataclass
+class Corpus:
+    """A text as token ids, split into a training part and a validation part (its last tenth, whole)."""
+
+    name: str
+    sha256: str  # of the normalised text in UTF-8
+    n_characters: int
+    tokenizer: CharTokenizer | BytePairTokenizer
+    train: torch.Tensor  # (N,) int64
+    validation: torch.Tensor  # (M,) int64
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    @property
+    def unseen(self) -> int:
+        """How many kinds of token stand in the validation part but never in the training part.
+
+        They have a token and a start like any other, and no training: the model is asked for them all the same.
+        """
+        return len(set(self.validation.unique().tolist()) - set(self.train.unique().tolist()))
+
+    # Between processes a corpus travels as plain bytes: tensors would go through shared memory,
+    # which is small in containers.
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"train": self.train.numpy(), "validation": self.validation.numpy()}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.train, self.validation = torch.from_numpy(self.train), torch.from_numpy(self.validation)
+
+
+def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
+    """The corpus "docs", "source", or the file or folder at a path, as tokens.
+
+    UserError if it is missing, empty, not text, or too short to cut one window of block_size + 1 tokens from
+    each part.
+    """
+    if source == "docs":
+        name, texts = "the documentation strings of torch", torch_docs()
+    elif source == "source":
+        name, texts = "the Python source of torch", torch_source()
+    else:
+        name, texts = source, texts_at(Path(source))
+    sha, n_characters = hashlib.sha256(), 0
+    for text in texts:
+        sha.update(text.encode("utf-8"))
+        n_characters += len(text)
+    if n_characters == 0:
+        raise UserError(f"--data {source} is empty; give a UTF-8 text of some thousand characters")
+    tokenizer = make_tokenizer(tokenizer, texts)
+    ids = torch.cat([torch.tensor(part, dtype=torch.int64) for part in tokenizer.encode_all(texts)])
+    cut = len(ids) - len(ids) // 10
+    if len(ids) - cut < block_size + 1:
+        raise UserError(
+            f"--data {source} holds {len(ids):,} tokens; its last tenth must hold a block of {block_size} and "
+            f"the token after it, so give at least {10 * (block_size + 1):,}"
+        )
+    return Corpus(name, sha.hexdigest(), n_characters, tokenizer, ids[:cut], ids[cut:])
+
+
+# ---------------------------------------------------------------- batches
+
+
+def sample_batch(
+    tokens: torch.Tensor, block_size: int, batch_size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random windows of tokens (N,): inputs and targets, each (batch_size, block_size), one token apart."""
+    starts = torch.randint(len(tokens) - block_size, (batch_size, 1), generator=generator)
+    windows = tokens[starts + torch.arange(block_size + 1)]  # one gather, not a loop over rows
+    return windows[:, :-1], windows[:, 1:]
+
+
+def all_windows(tokens: torch.Tensor, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Every token of tokens (N,) but the first as a target exactly once: full windows, then the shorter rest."""
+    n_full = (len(tokens) - 1) // block_size
+    end = n_full * block_size
+    inputs, targets = tokens[:end].view(n_full, block_size), tokens[1 : end + 1].view(n_full, block_size)
+    yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
+    if end < len(tokens) - 1:
+        yield tokens[None, end:-1], tokens[None, end + 1 :]

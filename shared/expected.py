@@ -1,0 +1,47 @@
+"""Compare a run with the one whose results are committed under a chapter's expected/."""
+
+import json
+from pathlib import Path
+
+# How far another machine's numbers may lie from the committed ones, in nats. Machines round differently, and 200
+# steps of training amplify the last digit; tests/benchmarks/bench_rounding.py measures by how much.
+BAND = {"validation_loss": 0.06, "difference": 0.08}
+
+
+def compare(record: dict, folder: Path) -> str:
+    """In words: are this run's losses within the bands around those in folder/results.json?"""
+    path = folder / "results.json"
+    if not path.exists():
+        return "expected/ holds no results yet, so there is nothing to compare with."
+    expected = json.loads(path.read_text(encoding="utf-8"))
+    why_not = difference_in_settings(record["settings"], expected["settings"])
+    if why_not:
+        return f"Not compared with expected/: {why_not}."
+    if not record["complete"]:
+        return "Not compared with expected/: not every run finished."
+    outside, widest = [], 0.0
+    for mine, theirs in zip(record["variants"], expected["variants"], strict=True):
+        for key, band in BAND.items():
+            if mine[key] is None:  # the baseline has no difference to itself
+                continue
+            gap = abs(mine[key]["mean"] - theirs[key]["mean"])
+            widest = max(widest, gap)
+            if gap > band:
+                outside.append(
+                    f"{mine['variant']}: {key.replace('_', ' ')} {mine[key]['mean']:+.3f}, expected "
+                    f"{theirs[key]['mean']:+.3f} within {band}"
+                )
+    if outside:
+        return "This machine's numbers lie OUTSIDE the expected bands:\n" + "\n".join(f"  {line}" for line in outside)
+    bands = ", ".join(f"{key.replace('_', ' ')} within {band}" for key, band in BAND.items())
+    return f"As expected: every mean lies inside the bands around expected/ ({bands}; furthest off: {widest:.3f})."
+
+
+def difference_in_settings(mine: dict, theirs: dict) -> str | None:
+    """The first setting in which two runs differ, in words; None if they asked for the same."""
+    if mine["corpus"]["sha256"] != theirs["corpus"]["sha256"]:
+        return "the corpus is another text (its SHA-256 differs)"
+    for name in ("preset", "seeds", "training", "variants", "corpus"):
+        if mine[name] != theirs[name]:
+            return f"{name} differ from a default --tiny run" if name != "preset" else "it holds a --tiny run"
+    return None

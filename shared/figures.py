@@ -1,0 +1,97 @@
+"""The figures that comparisons share. A figure is returned, not written: artifacts writes it, whole."""
+
+import io
+import math
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from shared.comparison import Result, paired_difference
+from shared.plan import Plan
+
+matplotlib.use("Agg")  # files only: no window, no display needed
+# Okabe & Ito (2008): told apart by colour-blind readers too, and dark enough for print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+SMOOTH = 10  # steps that one point of a loss curve averages
+
+
+def png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
+    return out.getvalue()
+
+
+def curves(plan: Plan, results: list[Result]) -> Figure:
+    """Training loss by step: each variant's mean over seeds, with the band from the lowest to the highest seed."""
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for variant, colour, dash in zip(plan.variants, COLOURS, DASHES):
+        histories = [r.history for r in results if r.run.variant == variant and r.history]
+        if not histories:
+            continue
+        smooth = [averages(history.losses, SMOOTH) for history in histories]
+        steps = [step for step, _ in smooth[0]]
+        columns = list(zip(*([loss for _, loss in run] for run in smooth), strict=True))
+        axes.plot(steps, [sum(c) / len(c) for c in columns], color=colour, linestyle=dash, label=variant)
+        axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, lw=0)
+    axes.axhline(plan.uniform_loss, color="0.5", linewidth=1)
+    axes.annotate(
+        f"guessing evenly: ln {plan.corpus.vocab_size} = {plan.uniform_loss:.2f}",
+        (1, plan.uniform_loss),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        color="0.35",
+    )
+    axes.set_xlabel(f"step (means over {SMOOTH})")
+    axes.set_ylabel("training loss, nats per token")
+    seeds = len(plan.seeds)
+    axes.set_title(f"Training loss, {seeds} seed{'s' if seeds > 1 else ''}: mean and range", loc="left", fontsize=11)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def averages(losses: list[float], size: int) -> list[tuple[float, float]]:
+    """(middle step, mean loss) of each run of `size` losses; the last may be shorter."""
+    chunks = [(i, losses[i : i + size]) for i in range(0, len(losses), size)]
+    return [(i + (len(chunk) + 1) / 2, sum(chunk) / len(chunk)) for i, chunk in chunks]
+
+
+def differences(plan: Plan, results: list[Result]) -> Figure:
+    """Paired differences to the baseline: every seed a dot, the mean with its 95 % interval."""
+    others = [variant for variant in plan.variants if variant != plan.baseline]
+    figure = Figure(figsize=(8, 1.2 + 0.7 * len(others)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="0.5", linewidth=1)
+    for row, variant in enumerate(others):
+        difference = paired_difference(results, variant, plan.baseline)
+        if difference is None:
+            continue
+        colour = COLOURS[1 + row]
+        for seed in plan.seeds:
+            one = paired_difference([r for r in results if r.run.seed == seed], variant, plan.baseline)
+            if one:
+                axes.plot(one.mean, row + 0.18, "o", color=colour, alpha=0.5, markersize=4, mew=0)
+        axes.errorbar(
+            difference.mean, row, xerr=difference.half_width or 0, fmt="s", color=colour, capsize=4, markersize=6
+        )
+        axes.annotate(
+            f"{difference}  {difference.verdict}",
+            (difference.mean, row),
+            xytext=(0, -9),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=9,
+        )
+    axes.set_yticks(range(len(others)), others)
+    axes.set_ylim(len(others) - 0.35, -0.6)
+    axes.set_xlabel("validation loss minus the baseline's, nats per token (left of 0: better)")
+    axes.set_title(f"Paired differences to {plan.baseline}: seeds, mean, 95 % interval", loc="left", fontsize=11)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    limit = max([abs(x) for x in axes.get_xlim() if math.isfinite(x)])
+    axes.set_xlim(-limit, limit)
+    return figure

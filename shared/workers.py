@@ -1,0 +1,119 @@
+"""Run jobs in worker processes, one CPU thread each, and hand back what they return as they finish.
+
+Processes, not threads: a model this small leaves a second OpenMP thread with nothing to do, while a second
+process trains a second model. One thread also makes the numbers independent of how many workers there are.
+"""
+
+import multiprocessing
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from shared.kernels import fastest_float32
+
+
+class WorkerDied:
+    """What a job "returns" when its process was killed, for want of memory say."""
+
+    def __init__(self, exit_code: int | None):
+        self.exit_code = exit_code
+
+
+def run_jobs(
+    function: Callable[[Any, Any, Callable], Any],
+    context: Any,
+    jobs: list[Any],
+    n_workers: int,
+    on_report: Callable[..., None],
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (job, what function(context, job, report) returned) for every job, in the order in which they end.
+
+    Whatever function passes to report(...) arrives at on_report(job, ...) here. An exception inside function is
+    a bug: it ends the loop with a RuntimeError that holds the worker's traceback. When the loop is left, for
+    whatever reason, the workers are stopped.
+    """
+    waiting = list(jobs)
+    busy: dict[Connection, tuple[Any, Any]] = {}  # connection -> (process, its job)
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < n_workers:
+                start_worker(function, context, waiting.pop(0), busy)
+            for connection in wait(list(busy)):
+                process, job = busy[connection]
+                try:
+                    kind, content = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    process.join()
+                    kind, content = "died", WorkerDied(process.exitcode)
+                if kind == "report":
+                    on_report(job, *content)
+                    continue
+                if kind == "bug":
+                    raise RuntimeError(f"a worker process failed at {job}:\n{content}")
+                if kind == "done" and waiting:
+                    busy[connection] = (process, waiting.pop(0))
+                    connection.send(busy[connection][1])
+                else:
+                    del busy[connection]
+                    connection.close()  # tells the worker to go
+                    process.join()
+                yield job, content
+    finally:
+        for connection, (process, _) in busy.items():
+            process.terminate()
+            process.join()
+            connection.close()
+
+
+def start_worker(function: Callable, context: Any, job: Any, busy: dict) -> None:
+    """Start a process, give it its first job, and note both in `busy`."""
+    spawn = multiprocessing.get_context("spawn")  # the only way that is the same on every system
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(there, function, context), daemon=True)
+    with ctrl_c_ignored():
+        process.start()
+    there.close()
+    here.send(job)
+    busy[here] = (process, job)
+
+
+@contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """A process started within ignores Ctrl-C from its first instruction: the parent alone decides what it means."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def serve(connection: Connection, function: Callable, context: Any) -> None:
+    """A worker's life: take a job, report, return, until the parent closes the connection or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+    def report(*content: Any) -> None:
+        connection.send(("report", content))
+
+    try:
+        with fastest_float32():
+            while True:
+                job = connection.recv()
+                try:
+                    answer = ("done", function(context, job, report))
+                except (EOFError, ConnectionError):
+                    raise
+                except Exception:
+                    answer = ("bug", traceback.format_exc())
+                connection.send(answer)
+    except (EOFError, ConnectionError):
+        pass
