@@ -12,7 +12,8 @@ from torch.optim.adamw import adamw
 from shared.data import Corpus, all_windows, sample_batch
 from shared.randomness import generator
 
-REPORT_EVERY = 10  # steps between two looks at the losses; each look waits for a GPU
+FIRST_REPORT = 3  # steps before the first look at the losses, from which a long run is estimated
+REPORT_EVERY = 10  # steps between two looks; each look waits for a GPU
 EVAL_BATCH = 64  # windows at a time when the validation part is read; more spill a core's cache
 
 
@@ -149,7 +150,7 @@ def train(
         if observe and settings.observe_every and (step + 1) % settings.observe_every == 0:
             with torch.no_grad():
                 history.observations.append({"step": step + 1, **observe(model, idx)})
-        if (step + 1) % REPORT_EVERY == 0 or step + 1 == settings.steps:
+        if (step + 1) % REPORT_EVERY == 0 or step + 1 in (FIRST_REPORT, settings.steps):
             recent = losses[seen : step + 1].tolist()
             check_finite(recent, first_step=seen + 1)
             seen = step + 1
