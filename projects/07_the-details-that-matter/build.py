@@ -10,7 +10,6 @@ by side from the same numbers on the same batches, and what their difference is 
 Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H, V = vocab_size, N tokens, E experts.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -71,7 +69,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C) in x's dtype; the statistics are float32, since x² overflows float16 at 256."""
         x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + self.eps)  # (..., 1)
         return (x32 * scale * self.weight).to(x.dtype)
 
 
@@ -307,23 +305,15 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
         for variant in plan.variants
         if variant != plan.baseline
     ]
-    sentences += [size_and_time(results, variant, plan.baseline) for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")]
+    sentences += [
+        report.size_and_time_sentence(results, variant, plan.baseline)
+        for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")
+    ]
     return [table, "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)]
 
 
-def size_and_time(results: list[comparison.Result], variant: str, baseline: str) -> str | None:
-    """Parameters and wall-clock time of one variant against another; None if either never finished."""
-    times = [comparison.mean_of(results, name, lambda r: r.history.ms_per_step) for name in (variant, baseline)]
-    if any(map(math.isnan, times)):
-        return None
-    sizes = [report.parameters_of(results, name) for name in (variant, baseline)]
-    return (
-        f"{variant} holds {sizes[0]:,} parameters to {baseline}'s {sizes[1]:,} ({sizes[0] / sizes[1] - 1:+.1%}), and "
-        f"a step of it took {times[0] / times[1]:.2f} times as long on this machine."
-    )
-
-
-def draw(plan: Plan, results: list[comparison.Result]) -> dict[str, Figure]:
+def draw(plan: Plan, results: list[comparison.Result]) -> dict:
+    """The figures of this run by file name."""
     return {"curves.png": figures.curves(plan, results), "differences.png": figures.differences(plan, results)}
 
 
