@@ -69,10 +69,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., C) -> (..., C) in x's dtype; the statistics are float32, since x² overflows float16 at 256."""
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
-        return (x32 * scale * self.weight).to(x.dtype)
+        """x (..., C) -> (..., C) in x's dtype; the statistics in float32 or better, as x² overflows float16 at 256."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        return (wide * scale * self.weight).to(x.dtype)
 
 
 def make_norm(norm_type: str, d_model: int, eps: float = 1e-5) -> nn.Module:
