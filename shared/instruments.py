@@ -88,11 +88,6 @@ def examine(case: Case, patient: Patient) -> dict[str, Reading]:
     return {instrument.name: instrument.read(patient) for instrument in case.instruments}
 
 
-def carry_out(case: Case, sabotage: Sabotage, healthy: Patient) -> Outcome:
-    """Read all instruments on the healthy patient and on its damaged copy: same seed, same batches."""
-    return Outcome(sabotage, examine(case, healthy), examine(case, sabotage.damage(healthy)))
-
-
 def verdict(outcome: Outcome) -> str:
     """In words: did the prediction come true, and if not, why not."""
     own = outcome.sabotage.instrument

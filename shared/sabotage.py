@@ -15,7 +15,7 @@ import torch
 from shared import cli, console
 from shared.console import Table
 from shared.errors import UserError
-from shared.instruments import Case, Outcome, Patient, Sabotage, carry_out, light, verdict
+from shared.instruments import Case, Outcome, Patient, Sabotage, examine, light, verdict
 from shared.kernels import fastest_float32
 from shared.randomness import generator
 
@@ -83,37 +83,50 @@ def run_one(case: Case, sabotage: Sabotage, seed: int) -> int:
     console.say(f"predicted  {sabotage.predicts} ({noise(sabotage)})")
     console.say(f"\nBoth from seed {seed}, on the same batches:")
     console.say()
-    return show(case, carry_out(case, sabotage, case.healthy(seed)))
-
-
-def show(case: Case, outcome: Outcome) -> int:
-    """An outcome's table, verdict and reason. Returns the exit status."""
+    healthy = case.healthy(seed)
+    broken = sabotage.damage(healthy)
+    outcome = Outcome(sabotage, examine(case, healthy), examine(case, broken))
     console.say(outcome_table(case, outcome))
+    show_samples(case, healthy, broken)
     console.say(f"\n{verdict(outcome)}", style="bold green" if outcome.came_true else "bold red")
     console.say()
-    console.say(outcome.sabotage.explains)
+    console.say(sabotage.explains)
     return 0 if outcome.came_true else 1
 
 
 def run_all(case: Case, seed: int) -> int:
     """Every sabotage, its own instrument healthy and broken, and what else it trips."""
-    healthy, rows, failures = case.healthy(seed), [], []
-    for sabotage in case.sabotages:
-        outcome = carry_out(case, sabotage, healthy)
-        own = sabotage.instrument
-        others = ", ".join(sorted(outcome.tripped - {own})) or "-"
-        sign = "came true" if outcome.came_true else "DID NOT COME TRUE"
+    patient, outcomes = case.healthy(seed), []
+    with console.RunProgress(len(case.sabotages)) as progress:
+        healthy = examine(case, patient)
+        for sabotage in case.sabotages:
+            outcomes.append(Outcome(sabotage, healthy, examine(case, sabotage.damage(patient))))
+            progress.finish(sabotage.name, verdict(outcomes[-1]))
+    rows = []
+    for outcome in outcomes:
+        own = outcome.sabotage.instrument
         rows.append(
-            [sabotage.name, noise(sabotage), own, outcome.healthy[own].text, outcome.broken[own].text, others, sign]
+            [
+                outcome.sabotage.name,
+                noise(outcome.sabotage),
+                own,
+                outcome.healthy[own].text,
+                outcome.broken[own].text,
+                ", ".join(sorted(outcome.tripped - {own})) or "-",
+                "came true" if outcome.came_true else "DID NOT COME TRUE",
+            ]
         )
-        failures += [] if outcome.came_true else [f"{sabotage.name}: {verdict(outcome)}"]
+    console.say()
     console.say(Table(["sabotage", "kind", "instrument", "healthy", "broken", "trips too", "prediction"], rows))
     console.say()
-    for failure in failures:
-        console.say(failure, style="bold red")
-    if not failures:
+    failed = [outcome.sabotage.name for outcome in outcomes if not outcome.came_true]
+    if failed:
+        console.say(
+            f"{len(failed)} of {len(rows)} predictions did NOT come true: {', '.join(failed)}", style="bold red"
+        )
+    else:
         console.say(f"all {len(rows)} predictions came true (seed {seed})", style="bold green")
-    return 1 if failures else 0
+    return 1 if failed else 0
 
 
 def quiz(case: Case, seed: int | None, answer: str | None) -> int:
@@ -130,9 +143,7 @@ def quiz(case: Case, seed: int | None, answer: str | None) -> int:
         console.say()
         mine, theirs = case.vitals(healthy), case.vitals(broken)
         console.say(Table(["vital sign", "healthy", "damaged"], [[name, mine[name], theirs[name]] for name in mine]))
-        if case.sample:
-            console.say(f"\nthe healthy one writes:\n{lines('  | ', case.sample(healthy))}")
-            console.say(f"\nthe damaged one writes:\n{lines('  | ', case.sample(broken))}")
+        show_samples(case, healthy, broken)
         console.say("\nSuspects: " + ", ".join(sabotage.name for sabotage in case.sabotages))
         guess = ask(case, broken)
     if guess is None:
@@ -144,6 +155,12 @@ def quiz(case: Case, seed: int | None, answer: str | None) -> int:
         console.say(f"{guess.name} would have shown this: {guess.predicts}")
     console.say()
     return run_one(case, secret, seed)
+
+
+def show_samples(case: Case, healthy: Patient, broken: Patient) -> None:
+    if case.sample:
+        console.say(f"\nthe healthy one writes:\n{lines('  | ', case.sample(healthy))}")
+        console.say(f"\nthe damaged one writes:\n{lines('  | ', case.sample(broken))}")
 
 
 def ask(case: Case, broken: Patient) -> Sabotage | None:

@@ -8,7 +8,7 @@ import pytest
 
 from shared import sabotage
 from shared.errors import UserError
-from shared.instruments import Case, Instrument, Reading, Sabotage, carry_out
+from shared.instruments import Case, Instrument, Outcome, Reading, Sabotage, examine
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def test_a_red_light_that_nobody_foresaw_is_marked(capsys):
 
 
 def test_outcome_names_what_tripped():
-    outcome = carry_out(GOOD, TRUE[1], GOOD.healthy(7))
+    lamp = GOOD.healthy(7)
+    outcome = Outcome(TRUE[1], examine(GOOD, lamp), examine(GOOD, TRUE[1].damage(lamp)))
     assert outcome.tripped == TRUE[1].trips == {"eye", "voltmeter"}
     assert TRUE[2].trips == set()
 
