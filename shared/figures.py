@@ -63,7 +63,7 @@ def averages(losses: list[float], size: int) -> list[tuple[float, float]]:
 def differences(plan: Plan, results: list[Result]) -> Figure:
     """Paired differences to the baseline: every seed a dot, the mean with its 95 % interval."""
     others = [variant for variant in plan.variants if variant != plan.baseline]
-    figure = Figure(figsize=(8, 1.2 + 0.7 * len(others)), layout="constrained")
+    figure = Figure(figsize=(9, 1.2 + 0.6 * len(others)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color="0.5", linewidth=1)
     for row, variant in enumerate(others):
@@ -74,17 +74,15 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
         for seed in plan.seeds:
             one = paired_difference([r for r in results if r.run.seed == seed], variant, plan.baseline)
             if one:
-                axes.plot(one.mean, row + 0.18, "o", color=colour, alpha=0.5, markersize=4, mew=0)
+                axes.plot(one.mean, row - 0.25, "o", color=colour, alpha=0.5, markersize=4, mew=0)
         axes.errorbar(
             difference.mean, row, xerr=difference.half_width or 0, fmt="s", color=colour, capsize=4, markersize=6
         )
         axes.annotate(
-            f"{difference}  {difference.verdict}",
-            (difference.mean, row),
-            xytext=(0, -9),
-            textcoords="offset points",
-            ha="center",
-            va="top",
+            f"{difference}\n{difference.verdict}",
+            (1.02, row),
+            xycoords=("axes fraction", "data"),
+            va="center",
             fontsize=9,
         )
     axes.set_yticks(range(len(others)), others)

@@ -10,7 +10,6 @@ by side from the same numbers on the same batches, and what their difference is 
 Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H, V = vocab_size, N tokens, E experts.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,20 +306,11 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
         for variant in plan.variants
         if variant != plan.baseline
     ]
-    sentences += [size_and_time(results, variant, plan.baseline) for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")]
+    sentences += [
+        report.size_and_time_sentence(results, variant, plan.baseline)
+        for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")
+    ]
     return [table, "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)]
-
-
-def size_and_time(results: list[comparison.Result], variant: str, baseline: str) -> str | None:
-    """Parameters and wall-clock time of one variant against another; None if either never finished."""
-    times = [comparison.mean_of(results, name, lambda r: r.history.ms_per_step) for name in (variant, baseline)]
-    if any(map(math.isnan, times)):
-        return None
-    sizes = [report.parameters_of(results, name) for name in (variant, baseline)]
-    return (
-        f"{variant} holds {sizes[0]:,} parameters to {baseline}'s {sizes[1]:,} ({sizes[0] / sizes[1] - 1:+.1%}), and "
-        f"a step of it took {times[0] / times[1]:.2f} times as long on this machine."
-    )
 
 
 def draw(plan: Plan, results: list[comparison.Result]) -> dict[str, Figure]:
