@@ -177,8 +177,7 @@ def build_rope_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position · base^(−2i/D) for pair i, each (seq_len, D/2) in float32 (Su et al. 2021, eq. 34).
 
-    The angles are computed in float64 and cast last: in float32 they are 1e-3 off at position 100,000.
-    ValueError for an odd head_dim, whose channels don't pair up.
+    In float64 and cast last: float32 angles are 1e-3 off at position 100,000. ValueError for an odd head_dim.
     """
     if head_dim % 2:
         raise ValueError(f"RoPE turns pairs of channels, so head_dim must be even, got {head_dim}")
@@ -193,10 +192,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn pair i of x (..., T, D) at position t by the angle of cos[t, i], sin[t, i]; x's dtype is kept.
-
-    ValueError if x is longer than the table.
-    """
+    """Turn pair i of x (..., T, D) at position t by the angle in cos[t, i], sin[t, i]; ValueError beyond the table."""
     T = x.shape[-2]
     if T > cos.shape[0]:
         raise ValueError(f"{T} positions don't fit a RoPE table of {cos.shape[0]}")
@@ -208,7 +204,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class RotaryAttention(gpt.CausalSelfAttention):
     """Chapter 05's attention with queries and keys turned by their position (Su et al. 2021)."""
 
-    def __init__(self, cfg: ModernConfig):
+    def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
         self.block_size, self.rope_base = cfg.block_size, cfg.rope_base
         self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
