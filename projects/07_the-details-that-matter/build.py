@@ -31,7 +31,8 @@ gpt = chapters.load_build(5)  # the previous chapter's GPT: everything that this
 # ---------------------------------------------------------------- config
 
 NORM_TYPES = ("layernorm", "rmsnorm", "none")
-MLP_TYPES = ("gelu", "relu2", "swiglu", "moe")
+DENSE_MLP_TYPES = ("gelu", "relu2", "swiglu")
+MLP_TYPES = (*DENSE_MLP_TYPES, "moe")
 POSITION_TYPES = ("learned", "rope", "none")
 
 
@@ -112,7 +113,7 @@ class SwiGLU(nn.Module):
 class ModernMLP(gpt.MLP):
     """Chapter 05's MLP with its activation by name: "gelu" (tanh form) or "relu2" (So et al. 2021)."""
 
-    def __init__(self, cfg: ModernConfig):
+    def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
         self.activation = cfg.mlp_type
         if cfg.d_hidden:
@@ -126,10 +127,19 @@ class ModernMLP(gpt.MLP):
         return self.proj(F.relu(self.fc(x)).square())
 
 
+def make_mlp(cfg: gpt.GPTConfig) -> nn.Module:
+    """The MLP called cfg.mlp_type, one of DENSE_MLP_TYPES. ValueError for any other name."""
+    if cfg.mlp_type == "swiglu":
+        return SwiGLU(cfg.d_model, cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of))
+    if cfg.mlp_type in DENSE_MLP_TYPES:
+        return ModernMLP(cfg)
+    raise ValueError(f"unknown mlp_type {cfg.mlp_type!r}; valid: {', '.join(DENSE_MLP_TYPES)}")
+
+
 class MoE(nn.Module):
     """n_experts SwiGLU MLPs of which each token uses the top_k that the router prefers (Shazeer et al. 2017)."""
 
-    def __init__(self, cfg: ModernConfig):
+    def __init__(self, cfg: gpt.GPTConfig):
         super().__init__()
         if not 1 <= cfg.top_k <= cfg.n_experts:
             raise ValueError(f"top_k {cfg.top_k} must lie between 1 and n_experts {cfg.n_experts}")
@@ -141,9 +151,11 @@ class MoE(nn.Module):
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens x (N, C) -> gates (N, k), which sum to 1, and the experts' numbers (N, k), the best first.
 
-        In float32 whatever x is. Equal logits go to the lowest number: a stable sort promises that, topk doesn't.
+        In float32 whatever x is, under autocast too. Equal logits go to the lowest number: a stable sort promises
+        that, topk doesn't.
         """
-        logits = F.linear(x.float(), self.router.weight.float())  # (N, E)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.router.weight.float())  # (N, E)
         probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         gates, chosen = probabilities[:, : self.top_k], order[:, : self.top_k]
         return gates / gates.sum(-1, keepdim=True), chosen
@@ -158,15 +170,6 @@ class MoE(nn.Module):
             weighted = gates[token, slot, None] * expert(tokens[token])
             y = y.index_add(0, token, weighted.to(y.dtype))
         return y.view_as(x)
-
-
-def make_mlp(cfg: ModernConfig) -> nn.Module:
-    """The MLP called cfg.mlp_type, one of MLP_TYPES."""
-    if cfg.mlp_type == "swiglu":
-        return SwiGLU(cfg.d_model, cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of))
-    if cfg.mlp_type == "moe":
-        return MoE(cfg)
-    return ModernMLP(cfg)
 
 
 # ---------------------------------------------------------------- positions
@@ -235,7 +238,7 @@ class ModernBlock(gpt.Block):
         return RotaryAttention(cfg) if cfg.position_type == "rope" else gpt.CausalSelfAttention(cfg)
 
     def make_mlp(self, cfg: ModernConfig) -> nn.Module:
-        return make_mlp(cfg)
+        return MoE(cfg) if cfg.mlp_type == "moe" else make_mlp(cfg)
 
 
 class ModernGPT(gpt.GPT):
