@@ -18,11 +18,16 @@ def definitions(path) -> dict[str, ast.AST]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found[node.name] = without_docstrings(node)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and not is_loaded(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
     found.pop("main", None)
     return found
+
+
+def is_loaded(value: ast.AST | None) -> bool:
+    """Is this `chapters.load_step(7, 2).Name`: a name that another step defines, and is compared there?"""
+    return isinstance(value, ast.Attribute) and ast.unparse(value).startswith("chapters.load_step(")
 
 
 def without_docstrings(tree: ast.AST) -> ast.AST:
@@ -80,3 +85,9 @@ def test_the_comparison_sees_code_and_only_code():
     assert not same(plain, tree("def f(x):\n    return x + 2"))
     assert not same(plain, tree("def f(y):\n    return y + 1"))
     assert not same(tree("class A:\n    def f(self): pass"), tree("class A:\n    def g(self): pass"))
+
+
+def test_a_loaded_name_is_no_definition(tmp_path):
+    file = tmp_path / "step.py"
+    file.write_text("Norm = chapters.load_step(7, 2).Norm\nEPS = 1e-5\nNorm2 = Norm\n", encoding="utf-8")
+    assert definitions(file).keys() == {"EPS", "Norm2"}
