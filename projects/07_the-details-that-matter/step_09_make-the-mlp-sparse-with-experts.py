@@ -26,12 +26,13 @@ from shared.checks import Checks
 from shared.randomness import generator
 
 gpt = chapters.load_build(5)
-step_07 = chapters.load_step(7, 7)
-SwiGLU, swiglu_hidden = step_07.SwiGLU, step_07.swiglu_hidden
+MLPConfig = chapters.load_step(7, 7).MLPConfig
+SwiGLU = chapters.load_step(7, 7).SwiGLU
+swiglu_hidden = chapters.load_step(7, 7).swiglu_hidden
 
 
 @dataclass(frozen=True)
-class ExpertsConfig(step_07.MLPConfig):
+class ExpertsConfig(MLPConfig):
     n_experts: int = 4  # so many SwiGLU experts,
     top_k: int = 2  # of which each token uses so many
 
@@ -100,7 +101,7 @@ def one_by_one(moe: MoE, tokens: torch.Tensor) -> torch.Tensor:
 
 def main() -> int:
     rows = []
-    for d_model, n_experts, top_k in ((64, 4, 2), (768, 4, 2), (768, 8, 2), (768, 8, 1), (768, 64, 2)):
+    for d_model, n_experts, top_k in ((64, 4, 2), (768, 4, 2), (768, 8, 2), (768, 64, 2)):
         total, active = sizes(ExpertsConfig(d_model=d_model, n_experts=n_experts, top_k=top_k))
         rows.append([str(d_model), str(n_experts), str(top_k), f"{total:,}", f"{active:,}", f"{2 * active:,}"])
     console.say(console.Table(["C", "experts", "k", "parameters", "active per token", "FLOPs per token"], rows))
