@@ -28,8 +28,6 @@ from shared.training import TrainingSettings
 gpt = chapters.load_build(5)
 step_03 = chapters.load_step(7, 3)
 
-STATISTICS = ("mean", "var", "min", "max", "kurtosis")
-
 
 def tensor_stats(x: torch.Tensor) -> dict[str, float]:
     """mean, var, min, max and kurtosis over all entries of x: the population's, in float64 where the device has it.
@@ -42,7 +40,7 @@ def tensor_stats(x: torch.Tensor) -> dict[str, float]:
     var = centred.square().mean()  # divided by the number of entries, not one less
     kurtosis = torch.where(var > 0, (centred * var.rsqrt()).pow(4).mean(), 0)
     values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()  # one wait for a GPU, not five
-    return dict(zip(STATISTICS, values, strict=True))
+    return dict(zip(("mean", "var", "min", "max", "kurtosis"), values, strict=True))
 
 
 @torch.no_grad()
@@ -97,22 +95,26 @@ def check_values(checks: Checks) -> None:
     checks.close("float16 entries of ±6e4: var, kurtosis", [large["var"], large["kurtosis"]], [3.6e9, 1], 1e-6)
 
 
+def observe(model: gpt.GPT, idx: torch.Tensor) -> dict:
+    """What the training loop asks for from time to time."""
+    return {"stream": stream_stats(model, idx)}
+
+
 def train(norm_type: str, corpus: data.Corpus, stats_every: int, steps: int = 60) -> training.History:
     """A small model with that norm, trained; its stream is sampled every stats_every steps (0: never)."""
     model = step_03.NormGPT(step_03.NormConfig(norm_type=norm_type), corpus.vocab_size)
     gpt.init_parameters(model, seed=1)
     settings = TrainingSettings(steps=steps, observe_every=stats_every)
-    return training.train(model, corpus, settings, seed=1, observe=stream_stats)
+    return training.train(model, corpus, settings, seed=1, observe=observe)
 
 
 def show_stream(history: training.History) -> None:
     """std and kurtosis by point (down) and step (across)."""
-    samples = {sample["step"]: sample for sample in history.observations}
+    samples = {sample["step"]: sample["stream"] for sample in history.observations}
     rows = [
         [point, *(f"{s[point]['var'] ** 0.5:.3f}" for s in samples.values())]
         + [f"{s[point]['kurtosis']:.2f}" for s in samples.values()]
-        for point in history.observations[0]
-        if point != "step"
+        for point in history.observations[0]["stream"]
     ]
     headers = [f"{what} at {step}" for what in ("std", "kurtosis") for step in samples]
     console.say(console.Table(["stream after", *headers], rows))

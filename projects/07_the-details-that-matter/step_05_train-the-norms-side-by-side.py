@@ -31,7 +31,7 @@ def train(norm_type: str, seed: int, corpus: data.Corpus) -> comparison.Result:
     """One run: the batches and every parameter that the variants share depend on the seed alone."""
     model = step_03.NormGPT(step_03.NormConfig(norm_type=norm_type), corpus.vocab_size)
     gpt.init_parameters(model, seed)
-    history = training.train(model, corpus, SETTINGS, seed, observe=step_04.stream_stats)
+    history = training.train(model, corpus, SETTINGS, seed, observe=step_04.observe)
     return comparison.Result(comparison.Run(norm_type, seed), gpt.count_parameters(model), history)
 
 
@@ -51,14 +51,15 @@ def final_stream(results: list[comparison.Result]) -> console.Table:
     """A row per point of the stream: std and kurtosis after the last step, means over the seeds."""
 
     def mean(norm_type: str, point: str, power: float, statistic: str) -> float:
-        return comparison.mean_of(results, norm_type, lambda r: r.history.observations[-1][point][statistic] ** power)
+        return comparison.mean_of(
+            results, norm_type, lambda r: r.history.observations[-1]["stream"][point][statistic] ** power
+        )
 
     rows = [
         [point]
         + [f"{mean(norm_type, point, 0.5, 'var'):.3f}" for norm_type in step_03.NORM_TYPES]
         + [f"{mean(norm_type, point, 1, 'kurtosis'):.2f}" for norm_type in step_03.NORM_TYPES]
-        for point in results[0].history.observations[-1]
-        if point != "step"
+        for point in results[0].history.observations[-1]["stream"]
     ]
     headers = [f"{norm_type} {what}" for what in ("std", "kurtosis") for norm_type in step_03.NORM_TYPES]
     return console.Table(["stream after", *headers], rows)
