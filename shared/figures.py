@@ -126,7 +126,7 @@ def hidden_states(plan: Plan, results: list[Result]) -> Figure:
         rows[1][column].axhline(3, color="0.5", linewidth=1, linestyle=":")
         rows[1][column].tick_params(axis="x", rotation=90, labelsize=8)
     rows[0][0].set_ylabel("std of the residual stream")
-    rows[1][0].set_ylabel("kurtosis (dotted: a Gaussian's 3)")
+    rows[1][0].set_ylabel("kurtosis (Gaussian: 3)")
     rows[0][0].legend(frameon=False, fontsize=8)
     for axes in rows.flat:
         axes.spines[["top", "right"]].set_visible(False)
