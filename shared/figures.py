@@ -105,6 +105,35 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     return figure
 
 
+def hidden_states(plan: Plan, results: list[Result]) -> Figure:
+    """Std and kurtosis of the residual stream by depth, a line for each sample in training: means over the seeds.
+
+    Reads observations of the form {"step": 50, "stream": {point: {"var": ..., "kurtosis": ...}}}.
+    """
+    figure = new_figure(2.6 * len(plan.variants) + 0.6, 5.4)
+    rows = figure.subplots(2, len(plan.variants), sharex=True, sharey="row", squeeze=False)
+    for column, variant in enumerate(plan.variants):
+        seen = [r.history.observations for r in results if r.run.variant == variant and r.history]
+        rows[0][column].set_title(variant, loc="left", fontsize=11)
+        for i, samples in enumerate(zip(*seen)):  # one step, all seeds
+            points = list(samples[0]["stream"])
+            streams = [[sample["stream"][point] for sample in samples] for point in points]
+            shade = {"color": COLOURS[0], "alpha": (i + 1) / len(seen[0]), "label": f"step {samples[0]['step']:,}"}
+            std = [sum(s["var"] ** 0.5 for s in stream) / len(stream) for stream in streams]
+            kurtosis = [sum(s["kurtosis"] for s in stream) / len(stream) for stream in streams]
+            for axes, values in zip(rows[:, column], (std, kurtosis)):
+                axes.plot(points, values, "o-", markersize=3, **shade)
+        rows[1][column].axhline(3, color="0.5", linewidth=1, linestyle=":")
+        rows[1][column].tick_params(axis="x", rotation=90, labelsize=8)
+    rows[0][0].set_ylabel("std of the residual stream")
+    rows[1][0].set_ylabel("kurtosis (Gaussian: 3)")
+    rows[0][0].legend(frameon=False, fontsize=8)
+    for axes in rows.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("what was last added to the stream", fontsize=10)
+    return figure
+
+
 def shares(panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x: str, y: str, title: str) -> Figure:
     """A grid of stacked parts of 1: one column for each entry of panels, with its (name, xs, parts at each x) below
     each other. Parts of equal size show as bands of equal height."""
