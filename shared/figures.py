@@ -138,7 +138,7 @@ def shares(panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x:
     """A grid of stacked parts of 1: one column for each entry of panels, with its (name, xs, parts at each x) below
     each other. Parts of equal size show as bands of equal height."""
     rows = max(len(column) for column in panels.values())
-    figure = Figure(figsize=(2.2 * len(panels) + 0.6, 1.9 * rows + 0.8), layout="constrained")
+    figure = new_figure(2.2 * len(panels) + 0.6, 1.9 * rows + 0.8)
     grid = figure.subplots(rows, len(panels), squeeze=False, sharex=True, sharey=True)
     for axes_column, (name, column) in zip(grid.T, panels.items()):
         axes_column[0].set_title(name, fontsize=10)

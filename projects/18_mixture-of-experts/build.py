@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -343,7 +342,7 @@ class SparseOrDense(comparison.Experiment):
     def build_model(self, variant: str, config: dict, vocab_size: int, seed: int) -> nn.Module:
         cfg = SparseConfig(**config)
         model = (SparseGPT if cfg.mlp_type == "moe" else modern.ModernGPT)(cfg, vocab_size)
-        gpt.init_parameters(model, seed)
+        gpt.init_parameters(model, seed, cfg.init_std)
         return model
 
     def training_loss(self, model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
@@ -387,7 +386,8 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
     return [losses, said, *look.describe(results, [*causal, NOT_CAUSAL], shown="top-2 + loss")]
 
 
-def draw(plan: Plan, results: list[comparison.Result]) -> dict[str, Figure]:
+def draw(plan: Plan, results: list[comparison.Result]) -> dict:
+    """The figures of this run by file name; the loads are the first seed's."""
     first = [r for r in results if r.run.seed == plan.seeds[0] and r.history and r.found]
     return {"curves.png": figures.curves(plan, results), **look.load_figure(first)}
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -109,7 +108,7 @@ def favourites_table(found: dict) -> Table:
     return Table(["expert", "load", "of which tokens it gets the largest parts"], rows)
 
 
-def load_figure(results: list[Result]) -> dict[str, Figure]:
+def load_figure(results: list[Result]) -> dict:
     """expert_load.png, the loads over training in the first and last layer; no figure where nobody looked."""
     panels = {}
     for result in results:
