@@ -239,11 +239,11 @@ class ExpertChoiceMoE(GroupedMoE):
 ROUTERS = {"top_k": GroupedMoE, "switch": SwitchMoE, "bias": BiasMoE, "expert_choice": ExpertChoiceMoE}
 
 
-def load_balance_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+def switch_balance_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """E · Σ f_e · P_e over the experts (Fedus et al. 2022, eq. 4) of one layer's logits (N, E).
 
     f_e is the part of the N · k assignments that expert e gets, P_e its mean probability: 1 at balance for any k.
-    (Mixtral's code doesn't divide f by k and has k at balance.) The gradient flows through P alone.
+    (Mixtral's convention doesn't divide f by k and has k at balance.) The gradient flows through P alone.
     """
     probabilities = logits.softmax(-1)
     fraction = top_k_mask(probabilities, top_k).float().mean(0) / top_k
@@ -350,7 +350,7 @@ class SparseOrDense(comparison.Experiment):
         if not isinstance(model, SparseGPT):
             return super().training_loss(model, idx, targets)
         _, cross_entropy, routings = model.forward_with_routing(idx, targets)
-        balance = torch.stack([load_balance_loss(r.logits, model.cfg.top_k) for r in routings]).mean()
+        balance = torch.stack([switch_balance_loss(r.logits, model.cfg.top_k) for r in routings]).mean()
         for block, routing in zip(model.blocks, routings):
             if isinstance(block.mlp, BiasMoE):
                 block.mlp.update_bias(routing)
