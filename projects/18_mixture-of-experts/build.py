@@ -56,8 +56,7 @@ SLICE_ROWS = 16  # libraries prepare a product anew for each new shape, which ca
 class Spread(torch.autograd.Function):
     """tokens (N, C) -> rows (R, C), row r a copy of tokens[token[r]]. Its gradient is Collect.
 
-    Autograd's own gradient of tokens[token] adds row after row into zeros, on a GPU in any order. This one reads
-    each token's rows in one order: the same bits every time, and faster.
+    Autograd's own gradient would add row after row into zeros, on a GPU in any order: this one keeps its bits.
     """
 
     @staticmethod
@@ -199,10 +198,7 @@ class SwitchMoE(GroupedMoE):
 
 
 class BiasMoE(GroupedMoE):
-    """Balance without a loss (Wang et al. 2024, DeepSeek-V3): a bias picks experts, and never weighs them.
-
-    The paper adds it to sigmoid scores; here it is added to the softmax, so that nothing else changes.
-    """
+    """Balance without a loss (Wang et al. 2024, DeepSeek-V3): a bias picks experts, and never weighs them."""
 
     def __init__(self, cfg: SparseConfig):
         super().__init__(cfg)
@@ -212,7 +208,7 @@ class BiasMoE(GroupedMoE):
     def decide(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (N, E) -> weight (N, E) and chosen (N, E) bool: the bias is in the choice alone."""
         probabilities = logits.softmax(-1)
-        chosen = top_k_mask(probabilities + self.balance_bias, self.top_k)
+        chosen = top_k_mask(probabilities + self.balance_bias, self.top_k)  # the paper's scores are sigmoids
         weight = probabilities * chosen
         return weight / weight.sum(-1, keepdim=True), chosen
 
@@ -313,12 +309,12 @@ PRESETS = {
     "tiny": Preset(SparseConfig(), TrainingSettings(observe_every=10), corpus="docs", tokenizer="char", seeds=3),
     "full": Preset(
         SparseConfig(block_size=256, n_layers=6, n_heads=6, d_model=384, d_hidden=512, bias_speed=0.001),
-        TrainingSettings(2000, 64, 1e-3, warmup=100, final_rate=0.1, observe_every=20, autocast=True),
-        corpus="source",
-        tokenizer="bpe4k",
-        seeds=3,
+        TrainingSettings(
+            steps=2000, batch_size=64, learning_rate=1e-3, warmup=100, final_rate=0.1, observe_every=20, autocast=True
+        ),
+        corpus="source", tokenizer="bpe4k", seeds=3,
     ),
-}
+}  # fmt: skip
 NOT_CAUSAL = "expert choice"
 
 
@@ -346,7 +342,7 @@ class SparseOrDense(comparison.Experiment):
         return model
 
     def training_loss(self, model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
-        """(cross-entropy + weight · the layers' mean auxiliary loss, the cross-entropy alone)."""
+        """(cross-entropy + balance_weight · the layers' mean auxiliary loss, the cross-entropy alone)."""
         if not isinstance(model, SparseGPT):
             return super().training_loss(model, idx, targets)
         _, cross_entropy, routings = model.forward_with_routing(idx, targets)
@@ -376,11 +372,11 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
         plan,
         results,
         labels={"model": lambda variant: variant + " (not causal)" * (variant == NOT_CAUSAL)},
-        extra={"active": lambda v: f"{comparison.mean_of(results, v, lambda r: r.found['active']):,.0f}"},
+        extra={"active": lambda v: report.number(comparison.mean_of(results, v, lambda r: r.found["active"]), ",.0f")},
     )
     causal = [variant for variant in plan.variants if variant not in (plan.baseline, NOT_CAUSAL)]
-    sentences = [report.difference_sentence(plan, results, variant, plan.baseline) for variant in causal]
-    sentences.append(report.difference_sentence(plan, results, "top-2 alone", "top-2 + loss"))
+    pairs = [(variant, plan.baseline) for variant in causal] + [("top-2 alone", "top-2 + loss")]
+    sentences = [report.difference_sentence(plan, results, *pair) for pair in pairs]
     sentences.append(f"The loss of {NOT_CAUSAL} doesn't compare: its router saw the tokens that were to be predicted.")
     said = "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)
     return [losses, said, *look.describe(results, [*causal, NOT_CAUSAL], shown="top-2 + loss")]
