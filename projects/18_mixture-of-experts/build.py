@@ -50,7 +50,7 @@ class SparseConfig(modern.ModernConfig):
 
 # ---------------------------------------------------------------- dispatch
 
-SLICE_ROWS = 16  # libraries prepare a product anew for each new shape, which can take longer than the product
+SLICE_ROWS = 8  # libraries prepare a product anew for each new shape, which can take longer than the product
 
 
 class Spread(torch.autograd.Function):

@@ -28,7 +28,7 @@ from shared.randomness import generator
 
 modern = chapters.load_build(7)
 
-SLICE_ROWS = 16  # libraries prepare a product anew for each new shape, which can take longer than the product
+SLICE_ROWS = 8  # libraries prepare a product anew for each new shape, which can take longer than the product
 
 
 class Spread(torch.autograd.Function):
@@ -140,7 +140,7 @@ def main() -> int:
     experts = random_moe(5, 1, 4, 3).double().experts
     agree = torch.autograd.gradcheck(lambda x, w: dispatch(x, w, chosen, experts), leaves)
     checks.true("gradients against finite differences", str(agree), "True", agree)
-    sizes = [32, 0, 16, 0, 16]
+    sizes = [32, 0, 8, 0, 24]
     one_by_one = run_experts(moe.experts, rows, torch.ones(64, 1), sizes)
     checks.close("grouped product = expert by expert", grouped_experts(moe.experts, rows, sizes), one_by_one, 1e-5)
     return checks.report()
