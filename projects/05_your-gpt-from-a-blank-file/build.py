@@ -196,7 +196,7 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
 
 def count_parameters(model: nn.Module) -> int:
     """How many numbers the model stores; a tied matrix counts once."""
-    return sum({p.untyped_storage().data_ptr(): p.numel() for p in model.parameters()}.values())
+    return sum({p.untyped_storage().data_ptr() or id(p): p.numel() for p in model.parameters()}.values())
 
 
 @torch.no_grad()
