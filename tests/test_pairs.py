@@ -13,14 +13,19 @@ FOLDERS = sorted(folder for folder in chapters.PROJECTS.glob("[0-9][0-9]_*") if 
 
 
 def definitions(path) -> dict[str, ast.AST]:
-    """The functions, classes and constants that a file defines at its top level, docstrings taken out."""
+    """The functions, classes and constants that a file defines at its top level, docstrings taken out.
+
+    `Block = step_05.Block` defines nothing: it takes what another step defines.
+    """
     found = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found[node.name] = without_docstrings(node)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+            for target in targets:
+                if isinstance(target, ast.Name) and getattr(node.value, "attr", None) != target.id:
+                    found[target.id] = node
     found.pop("main", None)
     return found
 
