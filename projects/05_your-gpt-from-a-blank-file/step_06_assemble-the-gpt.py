@@ -79,8 +79,8 @@ class GPT(nn.Module):
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers the model stores; a tied matrix counts once."""
-    return sum({p.untyped_storage().data_ptr() or id(p): p.numel() for p in model.parameters()}.values())
+    """How many numbers the model stores; a tied matrix counts once, on the meta device (no storage) too."""
+    return sum({p.data_ptr() or id(p): p.numel() for p in model.parameters()}.values())
 
 
 def torch_logits(model: GPT, idx: torch.Tensor) -> torch.Tensor:

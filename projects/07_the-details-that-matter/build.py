@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -70,7 +69,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C) in x's dtype; the statistics are float32, since x² overflows float16 at 256."""
         x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + self.eps)  # (..., 1)
         return (x32 * scale * self.weight).to(x.dtype)
 
 
@@ -313,7 +312,8 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
     return [table, "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)]
 
 
-def draw(plan: Plan, results: list[comparison.Result]) -> dict[str, Figure]:
+def draw(plan: Plan, results: list[comparison.Result]) -> dict:
+    """The figures of this run by file name."""
     return {"curves.png": figures.curves(plan, results), "differences.png": figures.differences(plan, results)}
 
 
