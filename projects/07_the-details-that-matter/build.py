@@ -309,7 +309,8 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
         report.size_and_time_sentence(results, variant, plan.baseline)
         for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")
     ]
-    return [table, "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)]
+    lessons = "\n".join(f"- {sentence}" for sentence in sentences if sentence)
+    return [table, f"As measured in this run:\n{lessons}"] if lessons else [table]
 
 
 def draw(plan: Plan, results: list[comparison.Result]) -> dict:
