@@ -473,7 +473,7 @@ SABOTAGES = (
         name="no-norm",
         before="return RMSNorm(d_model, eps)",
         after="return nn.Identity()",
-        predicts="a block answers a stream ten times as large with far more than it answered before, and learning is slow",
+        predicts="a stream ten times as large gets an answer many times as large, and learning is slow",
         explains="At the start the stream's entries are about 0.02, so what the branches read is tiny, what they write "
         "is tinier, and their gradients likewise: SwiGLU multiplies two such numbers. A norm makes every reader see "
         "unit size whatever the stream does. Stacked 16 deep from a plain start, the gradient explodes instead.",
@@ -568,7 +568,7 @@ SABOTAGES = (
         name="gelu-for-silu",
         before=GATED,
         after="return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))",
-        predicts="exchanged after training, gate 2 and up 3 give 5.86 instead of 5.28, and the loss doesn't move by 0.01",
+        predicts="exchanged after training, gate 2 and up 3 give 5.86, not 5.28, and the loss doesn't move by 0.01",
         explains="The two curves are close where this small model works, and 0.01 nats is less than a seed is worth. "
         "A larger model trained for longer relies on the difference: chapter 37 measures it in a real one.",
         loud=False,
@@ -621,7 +621,7 @@ SABOTAGES = (
     Sabotage(
         name="bfloat16-frequencies",
         before="inverse_frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)",
-        after="inverse_frequency = (base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)).bfloat16()",
+        after="inverse_frequency = (base ** (-torch.arange(0, head_dim, 2) / head_dim)).bfloat16()",
         predicts="at position 1,000 a query is off by more than 1 % of its length; at the 32 trained on, nothing shows",
         explains="bfloat16 keeps 8 bits, so a frequency is wrong by up to 0.2 %, and the angle by that much of itself: "
         "nothing at position 3, a radian or more at 1,000. It happens when `model.bfloat16()` finds the frequencies "

@@ -366,11 +366,13 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
         report.size_and_time_sentence(results, variant, plan.baseline)
         for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")
     ]
-    lessons = "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)
+    blocks, lessons = [table], "\n".join(f"- {sentence}" for sentence in sentences if sentence)
+    if lessons:
+        blocks.append(f"As measured in this run:\n{lessons}")
     seen = [r.history.observations[-1]["step"] for r in results if r.history]
-    if not seen:
-        return [table, lessons]
-    return [table, lessons, f"The residual stream at step {seen[0]}, means over the seeds:", stream_table(results)]
+    if seen:
+        blocks += [f"The residual stream at step {seen[0]}, means over the seeds:", stream_table(results)]
+    return blocks
 
 
 def draw(plan: Plan, results: list[comparison.Result]) -> dict:
