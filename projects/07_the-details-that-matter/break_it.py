@@ -13,7 +13,7 @@ this damage is silent: the loss falls as it should, and only a law that the part
 import math
 import sys
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -64,7 +64,7 @@ class Patient:
     def history(self) -> training.History:
         return train(self.seed, self.start, self.cfg, self.model_class)[1]
 
-    @property
+    @cached_property
     def trained(self) -> modern.ModernGPT:
         """The trained weights in the code as it stands now."""
         model = self.build()

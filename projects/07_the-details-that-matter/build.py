@@ -111,7 +111,7 @@ class SwiGLU(nn.Module):
 
 
 class ModernMLP(gpt.MLP):
-    """Chapter 05's MLP with its activation by name: "gelu" (tanh form) or "relu2" (So et al. 2021)."""
+    """Chapter 05's MLP with its activation by name: "gelu" or "relu2" (So et al. 2021)."""
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
