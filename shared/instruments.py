@@ -60,7 +60,8 @@ class Case:
     instruments: tuple[Instrument, ...]
     sabotages: tuple[Sabotage, ...]  # the chapter's own first
     vitals: Callable[[Patient], dict[str, str]]  # for the quiz: {what: value}, such as the loss at some steps
-    sample: Callable[[Patient], str] | None = None  # for the quiz: text that the trained model wrote
+    sample: Callable[[Patient], str] | None = None  # text that the trained model wrote, or what else it does:
+    does: str = "writes"  # the verb that leads to it, after "the healthy one"
 
 
 @dataclass(frozen=True)
