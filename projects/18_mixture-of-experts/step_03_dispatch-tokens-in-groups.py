@@ -47,7 +47,7 @@ class Spread(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """rows (R, C) -> (N, C): the sum of each token's rows, zero for a token without any. Its gradient is Spread."""
+    """rows (R, C) -> (N, C): each token's rows summed. Its gradient is Spread (an idle row's is undone by weight 0)."""
 
     @staticmethod
     def forward(ctx, rows, token, place, first):
