@@ -223,6 +223,21 @@ def test_the_look_inside_counts_what_happened(sparse):
     assert sorted(name for name, _ in found["favourites"][1]) == ["'<1>'", "'<3>'", "'<5>'"]
 
 
+def test_trained_and_untrained_are_told_apart(sparse):
+    """The untrained router is the one that the seed gives; only the trained one's numbers follow the model."""
+    corpus = type("Corpus", (), {})()
+    corpus.validation = torch.randint(23, (700,), generator=generator(18, "text"))
+    corpus.vocab_size, corpus.tokenizer = 23, type("Tokenizer", (), {"decode": staticmethod(str)})
+    experiment, model = sparse.SparseOrDense(), model_of(sparse, vocab_size=23)
+    fresh = experiment.inspect(model, corpus, seed=1)
+    assert fresh["told"] == fresh["told_untrained"]
+    for block in model.blocks:
+        torch.nn.init.normal_(block.mlp.router.weight, generator=generator(18, "router"))
+    changed = experiment.inspect(model, corpus, seed=1)
+    assert changed["told_untrained"] == fresh["told_untrained"] and changed["told"] != fresh["told"]
+    assert experiment.inspect(model, corpus, seed=2)["told_untrained"] != fresh["told_untrained"]
+
+
 # ---------------------------------------------------------------- the experiment
 
 

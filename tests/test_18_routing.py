@@ -263,7 +263,7 @@ def test_who_sees_the_future(sparse, router_type, leaks):
 
 def test_generate_refuses_who_sees_the_future(sparse):
     idx = torch.zeros(1, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="ExpertChoiceMoE can't generate: it chooses by tokens that come later"):
+    with pytest.raises(ValueError, match="ExpertChoiceMoE can't generate: it chooses by later tokens"):
         sparse.generate(model_with(sparse, "expert_choice"), idx, 4)
     for router_type in ("top_k", "switch", "bias"):
         assert sparse.generate(model_with(sparse, router_type), idx, 4, temperature=0).shape == (1, 7)

@@ -298,8 +298,9 @@ def generate(model: nn.Module, idx: torch.Tensor, max_new_tokens: int, **options
     """Chapter 05's generate() and its options. ValueError for a model with a layer that isn't causal."""
     for module in model.modules():
         if not getattr(module, "causal", True):
-            name = type(module).__name__
-            raise ValueError(f"{name} can't generate: it chooses by tokens that come later, which don't exist yet")
+            raise ValueError(
+                f"{type(module).__name__} can't generate: it chooses by later tokens, which don't exist yet"
+            )
     return gpt.generate(model, idx, max_new_tokens, **options)
 
 
@@ -377,6 +378,7 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
     causal = [variant for variant in plan.variants if variant not in (plan.baseline, NOT_CAUSAL)]
     pairs = [(variant, plan.baseline) for variant in causal] + [("top-2 alone", "top-2 + loss")]
     sentences = [report.difference_sentence(plan, results, *pair) for pair in pairs]
+    sentences.append(report.size_and_time_sentence(results, "top-2 + loss", plan.baseline))
     sentences.append(f"The loss of {NOT_CAUSAL} doesn't compare: its router saw the tokens that were to be predicted.")
     said = "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)
     return [losses, said, *look.describe(results, [*causal, NOT_CAUSAL], shown="top-2 + loss")]
