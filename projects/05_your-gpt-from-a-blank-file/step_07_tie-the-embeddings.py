@@ -8,7 +8,7 @@ It leaves out whether tying is good for the loss; it is what GPT-2 does (Press &
 
     python step_07_tie-the-embeddings.py
 
-It counts what tying saves, checks the gradient, and loses the tie in four ways, each of them caught. About 2 seconds.
+It counts what tying saves, checks the gradient, and loses the tie in five ways, each of them caught. About 2 seconds.
 """
 
 import copy
