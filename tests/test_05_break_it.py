@@ -8,31 +8,21 @@ import pytest
 import torch
 
 from shared import chapters
-from shared.instruments import examine
-from shared.kernels import fastest_float32
 
-break_it = chapters.load_file(chapters.chapter_folder(5) / "break_it.py")
+FOLDER = chapters.chapter_folder(5)
+break_it = chapters.load_file(FOLDER / "break_it.py")
 SABOTAGES = {sabotage.name: sabotage for sabotage in break_it.CASE.sabotages}
 
 
-@pytest.fixture(scope="module")
-def healthy():
-    with fastest_float32():
-        return examine(break_it.CASE, break_it.healthy(1))
+@pytest.fixture
+def healthy(examined):
+    return examined(FOLDER / "break_it.py")
 
 
-@pytest.fixture(scope="module")
-def broken():
-    """name -> readings; each sabotage is carried out once."""
-    known = {}
-
-    def readings(name):
-        if name not in known:
-            with fastest_float32():
-                known[name] = examine(break_it.CASE, SABOTAGES[name].damage(break_it.healthy(1)))
-        return known[name]
-
-    return readings
+@pytest.fixture
+def broken(examined):
+    """A sabotage's name -> what the instruments read after it."""
+    return lambda name: examined(FOLDER / "break_it.py", name)
 
 
 def test_the_ten_of_the_chapter():
@@ -89,7 +79,6 @@ def test_damage_leaves_the_patient_as_it_was():
 
 # ---------------------------------------------------------------- what the README shows
 
-FOLDER = chapters.chapter_folder(5)
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
