@@ -73,8 +73,8 @@ def train_all(experiment: type[Experiment], plan: Plan, results: list[Result]) -
                 timing = False
                 hours = plan.n_runs * plan.training.steps * ms_per_step / workers / 3.6e6
                 progress.say(
-                    f"At {ms_per_step / 1e3:.2g} s a step, {plan.n_runs} runs of {plan.training.steps:,} steps will take "
-                    f"about {duration(hours)}. Ctrl-C stops; finished runs are kept."
+                    f"At {ms_per_step / 1e3:.2g} s a step, {plan.n_runs} runs of {plan.training.steps:,} steps will "
+                    f"take about {duration(hours)}. Ctrl-C stops; finished runs are kept."
                 )
 
         for result in comparison.run_all(
