@@ -625,8 +625,8 @@ SABOTAGES = (
         after="inverse_frequency = (base ** (-torch.arange(0, head_dim, 2) / head_dim)).bfloat16()",
         predicts="at position 1,000 a query is off by more than 1 % of its length; at the 32 trained on, nothing shows",
         explains="bfloat16 keeps 8 bits, so a frequency is wrong by up to 0.2 %, and the angle by that much of itself: "
-        "nothing at position 3, a visible part of a turn at 1,000. It happens when `model.bfloat16()` finds the frequencies "
-        "in a buffer. Queries and keys are off alike, so even scores still depend on the distance alone.",
+        "nothing at position 3, a visible part of a turn at 1,000. It happens when `model.bfloat16()` finds the "
+        "frequencies in a buffer. Queries and keys are off alike, so even scores still depend on the distance alone.",
         loud=False,
         instrument="far",
         damage=partial(replace, model_class=with_attention(CoarseFrequencyAttention)),
