@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -12,12 +11,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", EncodingWarning)  # matplotlib's own, when it first writes its list of fonts
-    import matplotlib.font_manager  # noqa: F401
 torch.set_num_threads(1)  # two OpenMP threads on two busy cores are far slower than one
 
 from shared import chapters
+from shared.instruments import Reading, examine
+from shared.kernels import fastest_float32
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +28,25 @@ def gpt() -> ModuleType:
 def modern() -> ModuleType:
     """Chapter 07's build.py."""
     return chapters.load_build(7)
+
+
+@pytest.fixture(scope="session")
+def examined():
+    """What all instruments of a break_it.py read: examined(path) of the healthy patient of seed 1, examined(path, name)
+    after the sabotage of that name. Each is examined once in a session."""
+    known = {}
+
+    def readings(path: Path, name: str | None = None) -> dict[str, Reading]:
+        if (path, name) not in known:
+            case = chapters.load_file(path).CASE
+            patient = case.healthy(1)
+            if name is not None:
+                patient = next(s for s in case.sabotages if s.name == name).damage(patient)
+            with fastest_float32():
+                known[path, name] = examine(case, patient)
+        return known[path, name]
+
+    return readings
 
 
 @pytest.fixture

@@ -3,18 +3,14 @@
 Chapters are found, not listed: a new break_it.py is tested by being there.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from shared import chapters
-from shared.instruments import Case, Outcome, examine
+from shared.instruments import Case, Outcome
 from shared.kernels import fastest_float32
 
 FILES = sorted(chapters.PROJECTS.glob("*/break_it.py"))
-SEED = 1
 
 
 def case_of(path) -> Case:
@@ -27,34 +23,18 @@ SABOTAGES = [
 EACH_CHAPTER = pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 
 
-@pytest.fixture(scope="module")
-def healthy_readings():
-    """path -> what every instrument reads on the healthy patient; each patient is examined once."""
-    known = {}
-
-    def readings(path):
-        if path not in known:
-            with fastest_float32():
-                known[path] = examine(case_of(path), case_of(path).healthy(SEED))
-        return known[path]
-
-    return readings
-
-
 @EACH_CHAPTER
-def test_the_healthy_model_leaves_every_light_green(path, healthy_readings):
-    red = {name: reading.text for name, reading in healthy_readings(path).items() if not reading.green}
+def test_the_healthy_model_leaves_every_light_green(path, examined):
+    red = {name: reading.text for name, reading in examined(path).items() if not reading.green}
     assert not red
 
 
 @pytest.mark.parametrize(("path", "sabotage"), SABOTAGES)
-def test_each_sabotage_turns_on_its_own_light_and_only_those_foretold(path, sabotage, healthy_readings):
-    case = case_of(path)
-    with fastest_float32():
-        broken = examine(case, sabotage.damage(case.healthy(SEED)))
-    outcome = Outcome(sabotage, healthy_readings(path), broken)
-    assert outcome.tripped == sabotage.trips, {name: reading.text for name, reading in broken.items()}
-    assert outcome.came_true, (outcome.healthy[sabotage.instrument], broken[sabotage.instrument])
+def test_each_sabotage_turns_on_its_own_light_and_only_those_foretold(path, sabotage, examined):
+    outcome = Outcome(sabotage, examined(path), examined(path, sabotage.name))
+    own = sabotage.instrument
+    assert outcome.tripped == sabotage.trips, {name: reading.text for name, reading in outcome.broken.items()}
+    assert outcome.came_true, (outcome.healthy[own], outcome.broken[own])
 
 
 @EACH_CHAPTER
@@ -88,7 +68,7 @@ def test_the_line_that_is_damaged_stands_in_the_code(path):
 def test_the_quiz_shows_the_same_signs_of_both(path):
     case = case_of(path)
     with fastest_float32():
-        patient = case.healthy(SEED)
+        patient = case.healthy(1)
         signs = case.vitals(patient)
         for sabotage in case.sabotages[:2]:
             assert list(case.vitals(sabotage.damage(patient))) == list(signs)
@@ -99,18 +79,13 @@ def test_the_quiz_shows_the_same_signs_of_both(path):
 
 
 @EACH_CHAPTER
-def test_it_lists_by_its_path_from_any_directory(path, tmp_path):
-    ran = subprocess.run(
-        [sys.executable, str(path), "--list"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8"
-    )
-    assert ran.returncode == 0 and ran.stderr == ""
-    assert all(sabotage.name in ran.stdout for sabotage in case_of(path).sabotages)
+def test_it_lists_by_its_path_from_any_directory(path, run_script):
+    status, out, errors = run_script(path, "--list")
+    assert status == 0 and errors == ""
+    assert all(sabotage.name in out for sabotage in case_of(path).sabotages)
 
 
 @EACH_CHAPTER
-def test_an_unknown_name_is_one_line_and_status_2(path, tmp_path):
-    ran = subprocess.run(
-        [sys.executable, str(path), "--sabotage", "no-such-thing"],
-        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
-    )  # fmt: skip
-    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1
+def test_an_unknown_name_is_one_line_and_status_2(path, run_script):
+    status, out, errors = run_script(path, "--sabotage", "no-such-thing")
+    assert status == 2 and out == "" and errors.count("\n") == 1 and "no-such-thing" in errors

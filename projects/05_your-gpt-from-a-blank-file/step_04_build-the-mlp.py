@@ -7,8 +7,8 @@ It leaves out SwiGLU and other activations: chapter 07 exchanges this part.
 
     python step_04_build-the-mlp.py
 
-It checks the MLP against one put together from torch's layers, forward and backward, GELU's tanh form against its
-formula and against the exact one, and counts parameters. About 2 seconds.
+It checks the MLP against one put together from torch's layers, forward and backward, both forms of GELU against their
+formulas, and counts parameters. About 2 seconds.
 """
 
 import math
@@ -40,7 +40,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C)."""
-        return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # GPT-2 uses the tanh form
+        return self.proj(F.gelu(self.fc(x)))  # exact; GPT-2's tanh form is within 5e-4, and slower on a CPU
 
 
 def gelu_by_hand(x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +60,7 @@ def main() -> int:
     gap = (gelu_tanh_by_hand(x) - gelu_by_hand(x)).abs()
     console.say(f"GELU's two forms differ most at |x| = {x[gap.argmax()].abs():.2f}, by {gap.max():.1e}.")
     checks.close("GELU by its formula, against F.gelu", gelu_by_hand(x), F.gelu(x), 1e-12)
+    checks.close("the largest gap between its two forms", gap.max(), 4.7e-4, 1e-5)
     checks.close("its tanh form, against F.gelu", gelu_tanh_by_hand(x), F.gelu(x, approximate="tanh"), 1e-12)
     checks.close(
         "GELU(1) is the normal distribution function at 1",
@@ -72,7 +73,7 @@ def main() -> int:
         mlp = MLP(GPTConfig(n_heads=4, d_model=C)).double()
         for p in mlp.parameters():
             nn.init.normal_(p, std=0.7, generator=noise)
-        plain = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C)).double()
+        plain = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)).double()
         plain.load_state_dict(dict(zip(plain.state_dict(), mlp.state_dict().values())))
         x, upstream = (torch.randn(B, T, C, dtype=torch.float64, generator=noise) for _ in range(2))
         ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()

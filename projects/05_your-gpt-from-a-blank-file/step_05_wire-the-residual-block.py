@@ -67,9 +67,8 @@ class BlockWithoutSums(Block):
 
 def torch_block(block: Block, cfg: GPTConfig) -> nn.TransformerEncoderLayer:
     """torch's layer of the same shape that holds the same Parameters, in the pre-norm order of the same formula."""
-    gelu = nn.GELU("tanh")
     layer = nn.TransformerEncoderLayer(
-        cfg.d_model, cfg.n_heads, 4 * cfg.d_model, 0.0, gelu, 1e-5, batch_first=True, norm_first=True
+        cfg.d_model, cfg.n_heads, 4 * cfg.d_model, 0.0, "gelu", 1e-5, batch_first=True, norm_first=True
     )
     layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias = block.attn.qkv.weight, block.attn.qkv.bias
     layer.self_attn.out_proj = block.attn.proj

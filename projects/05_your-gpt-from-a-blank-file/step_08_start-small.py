@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -71,8 +70,8 @@ def torch_defaults(seed: int, tied: bool) -> nn.Module:
     return model
 
 
-def draw_losses(measured: dict[tuple[bool, int, float], float]) -> Figure:
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+def draw_losses(measured: dict[tuple[bool, int, float], float]) -> object:
+    figure = figures.new_figure(8, 4.8)
     axes = figure.subplots()
     line = [0.01 * 1.06**i for i in range(41)]
     for d, colour in zip(WIDTHS, figures.COLOURS):

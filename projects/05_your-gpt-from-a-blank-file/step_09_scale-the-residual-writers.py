@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -75,8 +74,8 @@ def measure(n_layers: int, start: Callable, seed: int) -> tuple[list[float], flo
     return stds, first / last
 
 
-def draw_streams(streams: dict[tuple[bool, int], list[float]]) -> Figure:
-    axes = Figure(figsize=(8, 4.8), layout="constrained").subplots()
+def draw_streams(streams: dict[tuple[bool, int], list[float]]) -> object:
+    axes = figures.new_figure(8, 4.8).subplots()
     axes.plot(streams[False, 100], color="0.4", linestyle="--", label="writers start with σ: one curve, cut anywhere")
     for n_layers, colour in zip(DEPTHS, figures.COLOURS):
         stream = streams[True, n_layers]
@@ -111,7 +110,7 @@ def main() -> int:
     console.say(
         f"The stream's end over its start, the first block's gradient over the last's; mean of {len(SEEDS)} seeds:"
     )
-    console.say(console.Table(["layers", "stream, scaled", "not", "gradient, scaled", "not"], rows))
+    console.say(console.Table(["layers", "stream, scaled", "unscaled", "gradient, scaled", "unscaled"], rows))
 
     for scaled, low, high in ((True, 0.9, 1.1), (False, 4.0, 12.0)):
         ratio = comparison.interval([deep / flat for deep, flat in zip(growth[scaled, 100], growth[scaled, 2])])

@@ -9,7 +9,7 @@ It leaves out seeds, workers and results on disk: build.py has those from shared
 
     python step_10_train-it.py
 
-It trains the tiny model for 250 steps, checks AdamW against its formula and the loop against the one in shared/, and
+It trains the tiny model for 200 steps, checks AdamW against its formula and the loop against the one in shared/, and
 compares the model with a table of pairs. About 8 seconds.
 """
 
@@ -85,7 +85,7 @@ def main() -> int:
 
     with fastest_float32():
         model = fresh_model(corpus, seed=1)
-        losses = train_by_hand(model, corpus, steps=250, seed=1)
+        losses = train_by_hand(model, corpus, steps=200, seed=1)
         validation = training.evaluate(model, corpus.validation, training.TrainingSettings())
         shared = training.train(fresh_model(corpus, 1), corpus, training.TrainingSettings(steps=20), seed=1)
         one_batch = corpus.train[: 4 * 33].view(4, 33)
@@ -98,7 +98,7 @@ def main() -> int:
             optimizer.step()
 
     console.say("Mean training loss over ten steps:")
-    for start in (0, 10, 20, 40, 80, 160, 240):
+    for start in (0, 10, 20, 40, 80, 120, 190):
         console.say(f"  steps {start + 1:3} to {start + 10:3}: {sum(losses[start : start + 10]) / 10:.3f}")
     single, pairs = table_losses(corpus)
     console.say(
@@ -106,7 +106,8 @@ def main() -> int:
     )
 
     checks.close("first loss: ln V + d·σ²/2", losses[0], math.log(corpus.vocab_size) + 64 * 0.02**2 / 2, 0.2)
-    checks.equal("first 20 losses as those of shared/training", losses[:20], shared.losses)
+    mine, theirs = torch.tensor(losses[:20]), torch.tensor(shared.losses)
+    checks.close("first 20 losses against those of shared/training", mine, theirs, 1e-4)
     checks.between("validation loss beats letters' frequencies", validation, 0, single)
     checks.between("  and beats pairs: it looks further back", validation, 0, pairs)
     checks.between("100 steps on one batch learn it by heart", loss.item(), 0, 0.1)

@@ -89,9 +89,9 @@ def main() -> int:
     corpus = data.load_corpus("docs", "char", 32)
     with fastest_float32():
         model = step_10.fresh_model(corpus, seed=1)
-        step_10.train_by_hand(model, corpus, steps=250, seed=1)
+        step_10.train_by_hand(model, corpus, steps=200, seed=1)
         prompt = corpus.validation[None, :32]
-        console.say(f"After 250 steps, context {corpus.tokenizer.decode(prompt[0].tolist())!r}:")
+        console.say(f"After 200 steps, context {corpus.tokenizer.decode(prompt[0].tolist())!r}:")
         for temperature in (0.0, 0.7, 1.5):
             draws = random_numbers.generator(1, "sample")
             text = corpus.tokenizer.decode(generate(model, prompt, 60, temperature, generator=draws)[0, 32:].tolist())
