@@ -298,9 +298,7 @@ def generate(model: nn.Module, idx: torch.Tensor, max_new_tokens: int, **options
     """Chapter 05's generate() and its options. ValueError for a model with a layer that isn't causal."""
     for module in model.modules():
         if not getattr(module, "causal", True):
-            raise ValueError(
-                f"{type(module).__name__} can't generate: it chooses by later tokens, which don't exist yet"
-            )
+            raise ValueError(f"{type(module).__name__} can't generate: it chooses by later tokens, and has none yet")
     return gpt.generate(model, idx, max_new_tokens, **options)
 
 
