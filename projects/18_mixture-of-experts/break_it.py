@@ -219,12 +219,13 @@ def upcycling(patient: Patient) -> Reading:
 
 
 def router_gradient(patient: Patient) -> Reading:
-    """The gradient of a Switch's router, from what the experts wrote."""
+    """The gradient of a Switch's router, from what the experts wrote; and its load, which looks well either way."""
     switch = patient.layer(patient.switch, top_k=1, capacity_factor=5.0)
-    y, _ = switch(noise(patient, 64, 12))
+    y, routing = switch(noise(patient, 64, 12))
     (y * noise(patient, 12, 64).T).sum().backward()
     norm = switch.router.weight.grad.norm().item()
-    return Reading(f"norm {norm:.2g}", norm > 1e-2, norm)
+    load = " ".join(map(str, routing.chosen.sum(0).tolist()))
+    return Reading(f"norm {norm:.2g}, load {load}", norm > 1e-2, norm)
 
 
 @torch.no_grad()
@@ -454,7 +455,7 @@ SABOTAGES = (
         name="renormalised-top-1",
         before="return probabilities * chosen, chosen",
         after="return probabilities * chosen / (probabilities * chosen).sum(-1, keepdim=True), chosen",
-        predicts="the router gets no gradient from what its experts write, and every load looks as before",
+        predicts="the router's gradient is rounding, a ten-thousandth of what it was or less, and its load is the same",
         explains="One probability divided by itself is 1, whatever the logits are: a constant, and a constant has no "
         "gradient. The router keeps its random start (or follows the balance loss alone), the experts adapt to it, "
         "and load and loss look fine. GroupedMoE refuses this combination for that reason.",

@@ -135,7 +135,7 @@ def main() -> int:
     check_precision(checks)
     check_noise(checks)
     frozen, alive = router_gradient(modern.MoE), router_gradient(SwitchGate)
-    console.say(f"At k = 1 the router's gradient has norm {frozen:.1e} renormalised, {alive:.1e} with the probability.")
+    console.say(f"At k = 1 the router's gradient is {frozen:.1e} renormalised, {alive:.1e} otherwise.")
     checks.between("k = 1 renormalised: every gate is 1, no gradient but rounding", frozen, 0, 1e-6)
     checks.between("k = 1 with the probability: a gradient", alive, 1e-2, 10)
     return checks.report()

@@ -116,7 +116,7 @@ def main() -> int:
         rows.append([*counts, f"{total / dense:.2f}", f"{active / dense:.3f}"])
     console.say("One layer at C = 768, beside a dense SwiGLU of hidden width 2,048:")
     console.say()
-    headers = ["E", "k", "width", "parameters", "active", "FLOPs a token", "stored / dense", "active / dense"]
+    headers = ["E", "k", "width", "parameters", "active", "FLOPs a token", "all / dense", "active / dense"]
     console.say(console.Table(headers, rows))
     checks, rows = Checks(), []
     for name, (s, total, active) in PUBLISHED.items():

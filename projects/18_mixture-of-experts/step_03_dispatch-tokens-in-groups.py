@@ -125,7 +125,7 @@ def main() -> int:
                 run(forward, moe, x)
                 spent.append(1e3 * (time.process_time() - started))
     loop, fast = (sorted(spent)[6] for spent in times.values())
-    console.say("1,024 tokens of 128 channels, 8 experts of width 172, k = 2, forward and backward, medians:")
+    console.say("1,024 tokens of 128 channels, 8 experts of width 172, k = 2, there and back:")
     console.say(f"loop {loop:.1f} ms, dispatch {fast:.1f} ms, ratio {fast / loop:.2f}")
 
     checks = Checks()

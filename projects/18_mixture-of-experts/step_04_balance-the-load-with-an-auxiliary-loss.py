@@ -103,19 +103,18 @@ def main() -> int:
     routers = {
         "experts in turn": 9 * (in_turn + in_turn.roll(1, 1)),
         "skewed": skewed,
-        "skewed, 300 steps down this loss": descend(skewed, k),
+        "300 steps down the loss": descend(skewed, k),
         "two experts take all": 40.0 * (torch.arange(E) < 2).expand(N, E),
         "all logits zero": torch.zeros(N, E),
     }
     rows, loss = [], {}
     for name, logits in routers.items():
         load, loss[name] = top_k_mask(logits, k).sum(0), switch_balance_loss(logits, k)
-        z, idle = router_z_loss(logits), (load == 0).sum()
-        rows.append(
-            [name, f"{loss[name]:.3f}", f"{z:.2f}", str(load.tolist()), f"{max_violation(load):.2f}", str(int(idle))]
-        )
-    console.say(console.Table(["router", "balance loss", "z-loss", "load by expert", "MaxVio", "idle"], rows))
-    console.say("\nThe last one scores as well as the first and balances nothing: show the load beside the loss.")
+        z, vio, idle = router_z_loss(logits), max_violation(load), (load == 0).sum()
+        loads = " ".join(map(str, load.tolist()))
+        rows.append([name, f"{loss[name]:.3f}", f"{z:.2f}", loads, f"{vio:.2f}", f"{idle}"])
+    console.say(console.Table(["router", "loss", "z-loss", "load by expert", "MaxVio", "idle"], rows))
+    console.say("\nThe last scores as well as the first and balances nothing: show the load, too.")
 
     checks = Checks()
     checks.close("balanced, k = 2", loss["experts in turn"], 1, 1e-6)

@@ -88,22 +88,17 @@ def main() -> int:
         moe = make(E, factor)
         routing = moe(x)[1]
         dropped = (~routing.chosen.any(1)).view(B, T).double()
-        by_sequence = "  ".join(f"{part:4.0%}" for part in dropped.mean(1).tolist())
-        capacity = expert_capacity(B * T, E, 1, factor)
-        rows.append(
-            [f"{factor:g}", str(capacity), str(routing.chosen.sum(0).tolist()), f"{dropped.mean():.0%}", by_sequence]
-        )
+        by_sequence = " ".join(f"{part:3.0%}" for part in dropped.mean(1).tolist())
+        served, capacity = " ".join(map(str, routing.chosen.sum(0).tolist())), expert_capacity(B * T, E, 1, factor)
+        rows.append([f"{factor:g}", str(capacity), served, f"{dropped.mean():.0%}", by_sequence])
     console.say(f"{B} sequences of {T} random tokens, {E} experts:")
     console.say()
-    headers = ["capacity factor", "capacity", "served by each expert", "dropped", "dropped in sequences 1 to 6"]
+    headers = ["factor", "capacity", "served by expert", "lost", "lost in sequences 1 to 6"]
     console.say(console.Table(headers, rows))
     alone = (~make(E, 1.0)(x[-1:])[1].chosen.any(1)).double().mean()
-    console.say(
-        "\nFirst come, first served: what is dropped stands late in the batch. The first sequence loses nothing;"
-    )
-    console.say(
-        f"the last, alone in a batch, would lose {alone:.0%} at factor 1. What a token gets depends on its company."
-    )
+    console.say("\nFirst come, first served: who is dropped stands late in the batch, and the first")
+    console.say(f"sequence loses nothing. Alone in a batch, the last would lose {alone:.0%} at factor 1:")
+    console.say("what a token gets depends on its company.")
 
     checks = Checks()
     checks.equal(

@@ -93,8 +93,8 @@ def main() -> int:
     choice = make(ExpertChoiceMoE, E, k)
     routing = choice(x)[1]
     got = torch.bincount(routing.chosen.sum(1), minlength=E + 1)
-    console.say(f"{T} tokens, {E} experts that take {k * T // E} tokens each. Tokens by how many experts they got:")
-    console.say("; ".join(f"{n} experts: {count} tokens" for n, count in enumerate(got.tolist())))
+    console.say(f"{T} tokens, and {E} experts that take {k * T // E} of them each. Experts of a token:")
+    console.say(", ".join(f"{n} ({count} times)" for n, count in enumerate(got.tolist())))
     layers = [make(GroupedMoE, E, k), make(SwitchMoE, E, 1), make(DropByScore, E, 1), choice]
     leaks = {type(moe).__name__: leak(moe, x, cut) for moe in layers}
     console.say(f"\nOf the first {cut} tokens, so many change their output with the tokens after them:")

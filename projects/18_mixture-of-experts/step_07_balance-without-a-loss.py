@@ -85,12 +85,12 @@ def main() -> int:
         history = run(moe, data)
         last[speed] = sum(history[-100:]) / 100
         load = moe(torch.cat(data[-10:]))[1].chosen.double().mean(0) / 2
-        parts = " ".join(f"{part:4.0%}" for part in load.tolist())
-        bias = " ".join(f"{b:+.2f}" for b in moe.balance_bias.tolist())
+        parts = " ".join(f"{100 * part:2.0f}" for part in load.tolist())
+        bias = " ".join(f"{b:+.1f}" for b in moe.balance_bias.tolist())
         rows.append([f"{speed:g}", f"{history[0]:.2f}", f"{last[speed]:.2f}", parts, bias])
-    console.say("A router that prefers some experts, 300 batches of 128 tokens; the means are of the last 100 batches:")
+    console.say("A router with favourites. MaxVio of the first batch, mean of the last 100 of 300:")
     console.say()
-    headers = ["speed", "MaxVio at first", "at last", "load of the experts at last", "their biases"]
+    headers = ["speed", "first", "last", "load at last, %", "biases at last"]
     console.say(console.Table(headers, rows))
 
     checks = Checks()

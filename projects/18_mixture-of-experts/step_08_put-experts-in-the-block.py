@@ -117,7 +117,7 @@ def main() -> int:
     rows = [["the dense model", f"{size:,}", f"{size:,}", f"{before:.6f}"]]
     for name, model in models.items():
         rows.append([name, f"{gpt.count_parameters(model):,}", f"{active_parameters(model):,}", f"{loss[name]:.6f}"])
-    console.say("A dense model after 100 steps, and sparse ones whose experts are copies of its MLPs:")
+    console.say("A dense model after 100 steps; sparse ones whose experts are copies of its MLPs:")
     console.say()
     console.say(console.Table(["model", "parameters", "active", "loss"], rows))
 
