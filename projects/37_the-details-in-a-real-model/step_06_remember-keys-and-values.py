@@ -1,0 +1,171 @@
+"""Chapter 37, step 06: remember keys and values.
+
+Step 05 read the whole text again for every new token. But a token's keys and values never change once it is read,
+so this step keeps them, in memory set aside once, and reads only what is new. Left out: everything else that servers
+do with such a cache.
+
+    python step_06_remember-keys-and-values.py     (about 8 seconds)
+
+It prints the time of a token with and without the cache, and checks that the tokens are the same.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
+
+from shared import chapters, cli
+from shared.checks import Checks
+from shared.console import Table, say
+
+gpt, modern = chapters.load_build(5), chapters.load_build(7)
+opened, words, grouped, named, running = (chapters.load_step(37, step) for step in (1, 2, 3, 4, 5))
+
+
+class KeyValueCache:
+    """One layer's keys and values of every position read so far, for one text."""
+
+    def __init__(self, cfg: grouped.GroupedConfig, n_positions: int, like: torch.Tensor):
+        self.keys = like.new_empty(1, cfg.n_kv_heads, n_positions, cfg.head_dim)
+        self.values = torch.empty_like(self.keys)
+        self.length = 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (1, G, T, D) of the next T positions -> those of all so far (1, G, length, D), not copied.
+
+        ValueError if they don't fit.
+        """
+        end = self.length + k.shape[2]
+        if end > self.keys.shape[2]:
+            raise ValueError(f"{end} positions don't fit a cache of {self.keys.shape[2]}")
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class CachedAttention(grouped.GroupedQueryAttention):
+    """Step 03's attention; with a cache, x is what follows the positions in it."""
+
+    cache: KeyValueCache | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) -> (B, T, C). With a cache B is 1."""
+        if self.cache is None:
+            return super().forward(x)
+        T, past = x.shape[1], self.cache.length
+        q, k, v = self.shared_heads(x, start=past)
+        k, v = self.cache.append(k, v)
+        # Position past + t sees the past + t + 1 first keys. A single new token sees all there are: no mask.
+        mask = None if T == 1 or past == 0 else x.new_ones(T, past + T, dtype=torch.bool).tril(past)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past == 0, enable_gqa=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class CachedBlock(modern.ModernBlock):
+    def make_attention(self, cfg: grouped.GroupedConfig) -> nn.Module:
+        return CachedAttention(cfg)
+
+
+class CachedGPT(named.RealGPT):
+    """Step 04's model, which can remember."""
+
+    def make_block(self, cfg: grouped.GroupedConfig) -> nn.Module:
+        return CachedBlock(cfg)
+
+    @contextmanager
+    def remembering(self, n_positions: int) -> Iterator[None]:
+        """Within it, each call reads on where the one before ended. ValueError for more positions than block_size."""
+        if n_positions > self.cfg.block_size:
+            raise ValueError(f"{n_positions} positions don't fit a block_size of {self.cfg.block_size}")
+        for block in self.blocks:
+            block.attn.cache = KeyValueCache(self.cfg, n_positions, self.token_embedding.weight)
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                block.attn.cache = None
+
+
+@torch.inference_mode()
+def stream(
+    model: CachedGPT,
+    ids: list[int],
+    n_new: int,
+    end: int | None = None,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """Within model.remembering(): read ids, then yield up to n_new tokens, `end` being the last.
+
+    temperature 0 takes the likeliest; else draws from softmax(logits / temperature).
+    """
+    device = model.token_embedding.weight.device
+    for _ in range(n_new):
+        logits = model.lm_head(model.states(torch.tensor([ids], device=device))[0, -1])  # (V,): of the last alone
+        if temperature == 0:
+            ids = [int(logits.argmax())]
+        else:
+            ids = [int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator))]
+        yield ids[0]
+        if ids[0] == end:
+            return
+
+
+def seconds(action: Callable[[], object], times: int = 3) -> float:
+    """The fastest of some tries."""
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def main() -> int:
+    file, checks = opened.WeightsFile(opened.packaged_weights()), Checks()
+    model, tokenizer = named.load_model(file, CachedGPT), words.Tokenizer(file)
+    text = tokenizer.encode(running.evaluation_text())
+    rows = []
+    with running.fast(), torch.inference_mode():
+        for T in (32, 128, 256):
+            without = seconds(lambda T=T: model.states(torch.tensor([text[:T]])))
+            with model.remembering(T + 9):
+                list(stream(model, text[:T], 2))
+                within = seconds(lambda: list(stream(model, [text[0]], 1)))
+            rows.append([f"{T}", f"{1000 * without:.0f}", f"{1000 * within:.0f}", f"{without / within:.1f}"])
+        say(Table(["text before it", "ms, read again", "ms, remembered", "times as fast"], rows))
+
+        question = tokenizer.chat("Name three fruits.")
+        with model.remembering(len(question) + 16):
+            remembered = list(stream(model, question, 16))
+        again = gpt.generate(model, torch.tensor([question]), 16, temperature=0)[0, len(question) :]
+        say(f"\nName three fruits. {tokenizer.encoding.decode(remembered)}")
+        checks.equal("the 16 tokens, without the cache the same", remembered, again.tolist())
+        whole = model.states(torch.tensor([text[:60]]))
+        with model.remembering(60):  # in pieces of one token and of several
+            pieces = torch.cat(
+                [model.states(torch.tensor([text[a:b]])) for a, b in ((0, 1), (1, 21), (21, 59), (59, 60))], 1
+            )
+            checks.close("60 positions in pieces of 1, 20, 38 and 1", pieces, whole, 1e-3)
+            checks.raises("a position too many", ValueError, ["61", "60"], lambda: list(stream(model, [1], 1)))
+        checks.raises(
+            "a cache beyond block_size", ValueError, ["8193", "8192"], lambda: model.remembering(8193).__enter__()
+        )
+    checks.true(
+        "afterwards nothing is kept", f"{model.blocks[7].attn.cache}", "None", model.blocks[7].attn.cache is None
+    )
+    kept = 2 * 30 * model.cfg.n_kv_heads * model.cfg.head_dim * 4
+    checks.equal("bytes kept a token", kept, 46_080)
+    return checks.report()
+
+
+if __name__ == "__main__":
+    cli.run_step(main, __doc__)
