@@ -2,7 +2,7 @@
 
 The file and our model hold the same tensors under different names: their `blk.7.attn_q.weight` is a third of our
 `blocks.7.attn.qkv.weight`. This step reads the model's shape from the metadata, builds chapter 07's model in that shape
-with step 03's attention, and fills every parameter, leaving nothing over on either side. Running it is step 05.
+with step 03's attention, and fills every parameter; nothing is left over on either side. Running it is step 05.
 
     python step_04_map-the-names.py     (about 8 seconds)
 
@@ -122,18 +122,17 @@ class HalfSplitAttention(grouped.GroupedQueryAttention):
 
 def main() -> int:
     file, checks = opened.WeightsFile(opened.packaged_weights()), Checks()
-    model = load_model(file)
-    places, head, embedding = slots(model), model.lm_head.weight, model.token_embedding.weight
+    places = slots(model := load_model(file))
     ours = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
-    shown = {name: place for name, place in places.items() if name.startswith("blk.7.") or "blk" not in name}
-    rows = [[name, ours[p.untyped_storage().data_ptr()], str(tuple(p.shape))] for name, p in shown.items()]
+    shown = [(name, place) for name, place in places.items() if "blk.7." in name or "blk" not in name]
+    rows = [[name, ours[place.untyped_storage().data_ptr()], str(tuple(place.shape))] for name, place in shown]
     say(Table(["their tensor", "our parameter", "shape"], rows))
 
     filled = sum(place.numel() for place in places.values())
     checks.equal("parameters, and those that were filled", [gpt.count_parameters(model), filled], [134_515_008] * 2)
-    checks.true("head and embedding", "one matrix", "one matrix", head is embedding and head.shape == (49_152, 576))
-    keys = file.read("blk.7.attn_k.weight")
-    checks.equal("rows 576 to 767 of blocks.7.attn.qkv", model.blocks[7].attn.qkv.weight[576:768], keys)
+    checks.equal("head and embedding are one matrix", model.lm_head.weight is model.token_embedding.weight, True)
+    rows = model.blocks[7].attn.qkv.weight[576:768]
+    checks.equal("rows 576 to 767 of blocks.7.attn.qkv", rows, file.read("blk.7.attn_k.weight"))
 
     # Which channels does RoPE pair up in this file? The metadata doesn't say; the loss does.
     ids = torch.tensor([words.Tokenizer(file).encode("".join(data.torch_docs())[-2000:])[:257]])
