@@ -77,7 +77,8 @@ class Checks:
 
 
 def as_float64(value: Value) -> torch.Tensor:
-    return torch.as_tensor(value).detach().to("cpu", torch.float64)
+    """As a float64 tensor on the CPU; a Python number keeps its digits (torch would read it as float32)."""
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
 
 
 def show(value: object) -> str:

@@ -84,7 +84,7 @@ def natural(text: str) -> int:
 
 
 def resolve_device(device: str, preset: str) -> str:
-    """The device meant: for "auto" the CPU with --tiny, whose reference it is, and a GPU with --full if there is one."""
+    """The device meant: "auto" is the CPU for --tiny, which is its reference, and for --full a GPU if there is one."""
     present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if device == "auto":
         return next((name for name in ("cuda", "mps") if present[name]), "cpu") if preset == "full" else "cpu"

@@ -70,19 +70,20 @@ def table_text(table: Table, width: int = PIPE_WIDTH) -> str:
     """A table as plain text. Phrases fold at their spaces to fit `width`; where numbers would still be cut, each
     row becomes a short list of its own."""
     grid = rich.table.Table(box=PLAIN_BOX, pad_edge=False, show_edge=False)
+    unbroken = []  # what must come out in one piece: numbers, and every word
     for i, header in enumerate(table.headers):
         cells = [row[i] for row in table.rows]
         numeric = all(cell[:1] in "+-−0123456789" for cell in cells)
-        phrase = not numeric and any(" " in cell for cell in cells)
-        grid.add_column(header, justify="right" if numeric else "left", no_wrap=not phrase)
+        pieces = header.split() + (cells if numeric else " ".join(cells).split())
+        grid.add_column(header, justify="right" if numeric else "left", min_width=max(map(len, pieces)))
+        unbroken += pieces
     for row in table.rows:
         grid.add_row(*row)
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False)
-    if console.measure(grid).minimum > width:
-        return records_text(table)
     console.print(grid)
-    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+    text = "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+    return text if all(piece in text for piece in unbroken) else records_text(table)
 
 
 def records_text(table: Table) -> str:

@@ -1,14 +1,18 @@
 """The course of a build.py: say the setting, train, say what came out, keep it, compare it with expected/."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from shared import artifacts, comparison, console, expected, figures, report
 from shared.comparison import Experiment, Result, Run
 from shared.console import Table
 from shared.plan import Plan, setting_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def carry_out(

@@ -1,19 +1,29 @@
 """The figures that comparisons share. A figure is returned, not written: artifacts writes it, whole."""
 
+from __future__ import annotations
+
 import io
 import math
-
-import matplotlib
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from shared.comparison import Result, paired_difference
 from shared.plan import Plan
 
-matplotlib.use("Agg")  # files only: no window, no display needed
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # Okabe & Ito (2008): told apart by colour-blind readers too, and dark enough for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 SMOOTH = 10  # steps that one point of a loss curve averages
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure in inches. matplotlib is imported here, not above: worker processes never draw, and start a
+    third of a second sooner without it."""
+    from matplotlib.figure import Figure  # not pyplot: files only, no window, no display needed
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def png(figure: Figure) -> bytes:
@@ -24,7 +34,7 @@ def png(figure: Figure) -> bytes:
 
 def curves(plan: Plan, results: list[Result]) -> Figure:
     """Training loss by step: each variant's mean over seeds, with the band from the lowest to the highest seed."""
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = new_figure(8, 4.8)
     axes = figure.subplots()
     for variant, colour, dash in zip(plan.variants, COLOURS, DASHES):
         histories = [r.history for r in results if r.run.variant == variant and r.history]
@@ -63,7 +73,7 @@ def averages(losses: list[float], size: int) -> list[tuple[float, float]]:
 def differences(plan: Plan, results: list[Result]) -> Figure:
     """Paired differences to the baseline: every seed a dot, the mean with its 95 % interval."""
     others = [variant for variant in plan.variants if variant != plan.baseline]
-    figure = Figure(figsize=(8, 1.2 + 0.7 * len(others)), layout="constrained")
+    figure = new_figure(9, 1.2 + 0.6 * len(others))
     axes = figure.subplots()
     axes.axvline(0, color="0.5", linewidth=1)
     for row, variant in enumerate(others):
@@ -74,17 +84,15 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
         for seed in plan.seeds:
             one = paired_difference([r for r in results if r.run.seed == seed], variant, plan.baseline)
             if one:
-                axes.plot(one.mean, row + 0.18, "o", color=colour, alpha=0.5, markersize=4, mew=0)
+                axes.plot(one.mean, row - 0.25, "o", color=colour, alpha=0.5, markersize=4, mew=0)
         axes.errorbar(
             difference.mean, row, xerr=difference.half_width or 0, fmt="s", color=colour, capsize=4, markersize=6
         )
         axes.annotate(
-            f"{difference}  {difference.verdict}",
-            (difference.mean, row),
-            xytext=(0, -9),
-            textcoords="offset points",
-            ha="center",
-            va="top",
+            f"{difference}\n{difference.verdict}",
+            (1.02, row),
+            xycoords=("axes fraction", "data"),
+            va="center",
             fontsize=9,
         )
     axes.set_yticks(range(len(others)), others)
@@ -94,4 +102,33 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     limit = max([abs(x) for x in axes.get_xlim() if math.isfinite(x)])
     axes.set_xlim(-limit, limit)
+    return figure
+
+
+def hidden_states(plan: Plan, results: list[Result]) -> Figure:
+    """Std and kurtosis of the residual stream by depth, a line for each sample in training: means over the seeds.
+
+    Reads observations of the form {"step": 50, "stream": {point: {"var": ..., "kurtosis": ...}}}.
+    """
+    figure = new_figure(2.6 * len(plan.variants) + 0.6, 5.4)
+    rows = figure.subplots(2, len(plan.variants), sharex=True, sharey="row", squeeze=False)
+    for column, variant in enumerate(plan.variants):
+        seen = [r.history.observations for r in results if r.run.variant == variant and r.history]
+        rows[0][column].set_title(variant, loc="left", fontsize=11)
+        for i, samples in enumerate(zip(*seen)):  # one step, all seeds
+            points = list(samples[0]["stream"])
+            streams = [[sample["stream"][point] for sample in samples] for point in points]
+            shade = {"color": COLOURS[0], "alpha": (i + 1) / len(seen[0]), "label": f"step {samples[0]['step']:,}"}
+            std = [sum(s["var"] ** 0.5 for s in stream) / len(stream) for stream in streams]
+            kurtosis = [sum(s["kurtosis"] for s in stream) / len(stream) for stream in streams]
+            for axes, values in zip(rows[:, column], (std, kurtosis)):
+                axes.plot(points, values, "o-", markersize=3, **shade)
+        rows[1][column].axhline(3, color="0.5", linewidth=1, linestyle=":")
+        rows[1][column].tick_params(axis="x", rotation=90, labelsize=8)
+    rows[0][0].set_ylabel("std of the residual stream")
+    rows[1][0].set_ylabel("kurtosis (dotted: a Gaussian's 3)")
+    rows[0][0].legend(frameon=False, fontsize=8)
+    for axes in rows.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("what was last added to the stream", fontsize=10)
     return figure

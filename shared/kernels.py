@@ -5,11 +5,11 @@ package, gives it all. torch's switch for it is called "medium precision" since 
 take that permission, and this module finds out: it keeps oneDNN only where its products are still float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+import torch.nn.functional as F
 
 
 @contextmanager
@@ -17,18 +17,17 @@ def fastest_float32() -> Iterator[str]:
     """Within it, CPU products use the faster library that is still float32; yields its name.
 
     The choice depends on the machine alone, never on a clock, so two runs on one machine agree bit for bit.
-    torch's fused attention multiplies many tiny blocks, which oneDNN is slow at, so attention takes torch's
-    plain form where oneDNN was chosen.
     """
     if not onednn_is_float32():
         yield "torch's default"
         return
-    before = torch.get_float32_matmul_precision()
+    before, attention = torch.get_float32_matmul_precision(), F.scaled_dot_product_attention
     torch.set_float32_matmul_precision("medium")
+    F.scaled_dot_product_attention = without_onednn(attention)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield "oneDNN"
+        yield "oneDNN"
     finally:
+        F.scaled_dot_product_attention = attention
         torch.set_float32_matmul_precision(before)
 
 
@@ -41,6 +40,7 @@ def onednn_is_float32() -> bool:
     noise = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     ones, nearly_ones = torch.ones(64, 1024), torch.full((1024, 64), 1 + 2**-12)
     before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     plain = noise @ noise.T
     torch.set_float32_matmul_precision("medium")
     try:
@@ -49,3 +49,20 @@ def onednn_is_float32() -> bool:
     finally:
         torch.set_float32_matmul_precision(before)
     return changed and exact
+
+
+def without_onednn(attention: Callable) -> Callable:
+    """torch's attention, run by MKL forward and backward: it multiplies many tiny blocks, at which oneDNN is slow."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        torch.set_float32_matmul_precision("highest")
+        y = attention(q, k, v, *args, **kwargs)
+        torch.set_float32_matmul_precision("medium")
+        if y.requires_grad:  # hooks fire on the way back: y's before the attention's backward, the others after it
+            y.register_hook(lambda _: torch.set_float32_matmul_precision("highest"))
+            for x in (q, k, v):
+                if x.requires_grad:
+                    x.register_hook(lambda _: torch.set_float32_matmul_precision("medium"))
+        return y
+
+    return run

@@ -53,14 +53,15 @@ def make_plan(title: str, preset: Preset, variants: dict[str, dict], options: Op
     """Join a preset, what each variant changes in its model, and the flags. UserError for what can't be done."""
     artifacts.claim_folder(options.output_dir)
     on_cuda = options.device == "cuda"
-    seeds = options.seeds or preset.seeds
+    seeds, steps = options.seeds or preset.seeds, options.steps or preset.training.steps
     return Plan(
         title=title,
         options=options,
         variants={name: asdict(replace(preset.model, **changes)) for name, changes in variants.items()},
         training=replace(
             preset.training,
-            steps=options.steps or preset.training.steps,
+            steps=steps,
+            observe_every=min(preset.training.observe_every, steps),  # a shorter run is seen at its end
             device=options.device,
             autocast=preset.training.autocast and on_cuda,  # a CPU without bfloat16 is 100 times slower with it
             compile=preset.training.compile if on_cuda else "",

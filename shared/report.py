@@ -68,6 +68,25 @@ def difference_sentence(plan: Plan, results: list[Result], variant: str, baselin
     )
 
 
+def size_and_time_sentence(results: list[Result], variant: str, baseline: str) -> str | None:
+    """Parameters and wall-clock time of one variant against another; None if they share no finished seed."""
+    times = {(r.run.variant, r.run.seed): r.history.ms_per_step for r in results if r.history}
+    ratios = sorted(
+        times[variant, seed] / times[baseline, seed]
+        for name, seed in times
+        if name == variant and (baseline, seed) in times
+    )
+    if not ratios:
+        return None
+    sizes = [parameters_of(results, name) for name in (variant, baseline)]
+    low, high = f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}"
+    times = low if low == high else f"{low} to {high}"
+    return (
+        f"{variant} holds {sizes[0]:,} parameters to {baseline}'s {sizes[1]:,} ({sizes[0] / sizes[1] - 1:+.1%}); "
+        f"a step of it took {times} times as long on this machine, by the clock."
+    )
+
+
 def record(plan: Plan, results: list[Result]) -> dict:
     """Everything as plain data, for results.json."""
     return {

@@ -42,8 +42,13 @@ def run_jobs(
     busy: dict[Connection, tuple[Any, Any]] = {}  # connection -> (process, its job)
     try:
         while waiting or busy:
-            while waiting and len(busy) < n_workers:
-                start_worker(function, context, waiting.pop(0), busy)
+            # All processes start before the first is talked to: each takes a second to import torch.
+            fresh = [start_worker(function) for _ in range(min(len(waiting), n_workers - len(busy)))]
+            for process, connection in fresh:
+                busy[connection] = (process, waiting.pop(0))
+            for _, connection in fresh:
+                connection.send(context)
+                connection.send(busy[connection][1])
             for connection in wait(list(busy)):
                 process, job = busy[connection]
                 try:
@@ -71,16 +76,15 @@ def run_jobs(
             connection.close()
 
 
-def start_worker(function: Callable, context: Any, job: Any, busy: dict) -> None:
-    """Start a process, give it its first job, and note both in `busy`."""
+def start_worker(function: Callable) -> tuple[Any, Connection]:
+    """Start a process that serves `function`; returns it and this end of the connection to it."""
     spawn = multiprocessing.get_context("spawn")  # the only way that is the same on every system
     here, there = spawn.Pipe()
-    process = spawn.Process(target=serve, args=(there, function, context), daemon=True)
+    process = spawn.Process(target=serve, args=(there, function), daemon=True)
     with ctrl_c_ignored():
         process.start()
     there.close()
-    here.send(job)
-    busy[here] = (process, job)
+    return process, here
 
 
 @contextmanager
@@ -96,8 +100,8 @@ def ctrl_c_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def serve(connection: Connection, function: Callable, context: Any) -> None:
-    """A worker's life: take a job, report, return, until the parent closes the connection or is gone."""
+def serve(connection: Connection, function: Callable) -> None:
+    """A worker's life: the context, then jobs one by one, until the parent closes the connection or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
 
@@ -105,6 +109,7 @@ def serve(connection: Connection, function: Callable, context: Any) -> None:
         connection.send(("report", content))
 
     try:
+        context = connection.recv()
         with fastest_float32():
             while True:
                 job = connection.recv()

@@ -1,27 +1,52 @@
-"""What every test shares: the repository on the path, one thread, no network, chapters by number."""
+"""What every test shares: the repository on the path, one thread, chapters by number, scripts as a person runs them."""
 
+import os
+import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", EncodingWarning)  # matplotlib's own, when it first writes its list of fonts
+    import matplotlib.font_manager  # noqa: F401
 torch.set_num_threads(1)  # two OpenMP threads on two busy cores are far slower than one
+
+from shared import chapters
 
 
 @pytest.fixture(scope="session")
-def gpt():
+def gpt() -> ModuleType:
     """Chapter 05's build.py."""
-    from shared import chapters
-
     return chapters.load_build(5)
 
 
 @pytest.fixture(scope="session")
-def modern():
+def modern() -> ModuleType:
     """Chapter 07's build.py."""
-    from shared import chapters
-
     return chapters.load_build(7)
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Run a script by its path, from a directory that isn't its own, as a person would: (status, stdout, stderr)."""
+
+    def run(path: Path, *flags: str, **environment: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning", str(path), *flags],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=300,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run

@@ -10,7 +10,6 @@ by side from the same numbers on the same batches, and what their difference is 
 Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H, V = vocab_size, N tokens, E experts.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -32,7 +30,8 @@ gpt = chapters.load_build(5)  # the previous chapter's GPT: everything that this
 # ---------------------------------------------------------------- config
 
 NORM_TYPES = ("layernorm", "rmsnorm", "none")
-MLP_TYPES = ("gelu", "relu2", "swiglu", "moe")
+DENSE_MLP_TYPES = ("gelu", "relu2", "swiglu")
+MLP_TYPES = (*DENSE_MLP_TYPES, "moe")
 POSITION_TYPES = ("learned", "rope", "none")
 
 
@@ -49,6 +48,7 @@ class ModernConfig(gpt.GPTConfig):
     rope_base: float = 10_000.0
     n_experts: int = 4  # mlp_type "moe": so many SwiGLU experts,
     top_k: int = 2  # of which each token uses so many
+    init_std: float | str = 0.02  # of every matrix at the start; "fan_in": 1/√fan_in
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,10 +69,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., C) -> (..., C) in x's dtype; the statistics are float32, since x² overflows float16 at 256."""
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
-        return (x32 * scale * self.weight).to(x.dtype)
+        """x (..., C) -> (..., C) in x's dtype; the statistics in float32 or better, as x² overflows float16 at 256."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        return (wide * scale * self.weight).to(x.dtype)
 
 
 def make_norm(norm_type: str, d_model: int, eps: float = 1e-5) -> nn.Module:
@@ -113,7 +113,7 @@ class SwiGLU(nn.Module):
 class ModernMLP(gpt.MLP):
     """Chapter 05's MLP with its activation by name: "gelu" (tanh form) or "relu2" (So et al. 2021)."""
 
-    def __init__(self, cfg: ModernConfig):
+    def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
         self.activation = cfg.mlp_type
         if cfg.d_hidden:
@@ -127,10 +127,19 @@ class ModernMLP(gpt.MLP):
         return self.proj(F.relu(self.fc(x)).square())
 
 
+def make_mlp(cfg: gpt.GPTConfig) -> nn.Module:
+    """The MLP called cfg.mlp_type, one of DENSE_MLP_TYPES. ValueError for any other name."""
+    if cfg.mlp_type == "swiglu":
+        return SwiGLU(cfg.d_model, cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of))
+    if cfg.mlp_type in DENSE_MLP_TYPES:
+        return ModernMLP(cfg)
+    raise ValueError(f"unknown mlp_type {cfg.mlp_type!r}; valid: {', '.join(DENSE_MLP_TYPES)}")
+
+
 class MoE(nn.Module):
     """n_experts SwiGLU MLPs of which each token uses the top_k that the router prefers (Shazeer et al. 2017)."""
 
-    def __init__(self, cfg: ModernConfig):
+    def __init__(self, cfg: gpt.GPTConfig):
         super().__init__()
         if not 1 <= cfg.top_k <= cfg.n_experts:
             raise ValueError(f"top_k {cfg.top_k} must lie between 1 and n_experts {cfg.n_experts}")
@@ -142,9 +151,11 @@ class MoE(nn.Module):
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens x (N, C) -> gates (N, k), which sum to 1, and the experts' numbers (N, k), the best first.
 
-        In float32 whatever x is. Equal logits go to the lowest number: a stable sort promises that, topk doesn't.
+        In float32 whatever x is, under autocast too. Equal logits go to the lowest number: a stable sort promises
+        that, topk doesn't.
         """
-        logits = F.linear(x.float(), self.router.weight.float())  # (N, E)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.router.weight.float())  # (N, E)
         probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         gates, chosen = probabilities[:, : self.top_k], order[:, : self.top_k]
         return gates / gates.sum(-1, keepdim=True), chosen
@@ -161,15 +172,6 @@ class MoE(nn.Module):
         return y.view_as(x)
 
 
-def make_mlp(cfg: ModernConfig) -> nn.Module:
-    """The MLP called cfg.mlp_type, one of MLP_TYPES."""
-    if cfg.mlp_type == "swiglu":
-        return SwiGLU(cfg.d_model, cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of))
-    if cfg.mlp_type == "moe":
-        return MoE(cfg)
-    return ModernMLP(cfg)
-
-
 # ---------------------------------------------------------------- positions
 
 
@@ -178,8 +180,7 @@ def build_rope_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position · base^(−2i/D) for pair i, each (seq_len, D/2) in float32 (Su et al. 2021, eq. 34).
 
-    The angles are computed in float64 and cast last: in float32 they are 1e-3 off at position 100,000.
-    ValueError for an odd head_dim, whose channels don't pair up.
+    In float64 and cast last: float32 angles are 1e-3 off at position 100,000. ValueError for an odd head_dim.
     """
     if head_dim % 2:
         raise ValueError(f"RoPE turns pairs of channels, so head_dim must be even, got {head_dim}")
@@ -194,10 +195,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn pair i of x (..., T, D) at position t by the angle of cos[t, i], sin[t, i]; x's dtype is kept.
-
-    ValueError if x is longer than the table.
-    """
+    """Turn pair i of x (..., T, D) at position t by the angle in cos[t, i], sin[t, i]; ValueError beyond the table."""
     T = x.shape[-2]
     if T > cos.shape[0]:
         raise ValueError(f"{T} positions don't fit a RoPE table of {cos.shape[0]}")
@@ -209,7 +207,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class RotaryAttention(gpt.CausalSelfAttention):
     """Chapter 05's attention with queries and keys turned by their position (Su et al. 2021)."""
 
-    def __init__(self, cfg: ModernConfig):
+    def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
         self.block_size, self.rope_base = cfg.block_size, cfg.rope_base
         self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
@@ -240,7 +238,7 @@ class ModernBlock(gpt.Block):
         return RotaryAttention(cfg) if cfg.position_type == "rope" else gpt.CausalSelfAttention(cfg)
 
     def make_mlp(self, cfg: ModernConfig) -> nn.Module:
-        return make_mlp(cfg)
+        return MoE(cfg) if cfg.mlp_type == "moe" else make_mlp(cfg)
 
 
 class ModernGPT(gpt.GPT):
@@ -256,26 +254,60 @@ class ModernGPT(gpt.GPT):
         return make_norm(cfg.norm_type, cfg.d_model, cfg.norm_eps)
 
 
+# ---------------------------------------------------------------- hidden states
+
+
+def tensor_stats(x: torch.Tensor) -> dict[str, float]:
+    """mean, var, min, max and kurtosis over all entries of x: the population's, in float64 where the device has it.
+
+    kurtosis = mean((x − mean)⁴) / var²: 1 for ±1, 3 for a Gaussian, about n for one spike among n entries; not the
+    excess over 3. A constant tensor has no shape to speak of and gets 0.
+    """
+    x = x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)
+    centred = x - x.mean()
+    var = centred.square().mean()  # divided by the number of entries, not one less
+    kurtosis = torch.where(var > 0, (centred * var.rsqrt()).pow(4).mean(), 0)
+    values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()  # one wait for a GPU, not five
+    return dict(zip(("mean", "var", "min", "max", "kurtosis"), values, strict=True))
+
+
+@torch.no_grad()
+def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float]]:
+    """tensor_stats of the residual stream at its 2L + 1 points, in one forward pass over token ids (B, T).
+
+    A point is called by what was last written to the stream. A norm reads the stream there, so a hook on the norm's
+    input catches it, and is gone again when the pass is over.
+    """
+    readers = {"embedding": model.blocks[0].norm1}
+    for i, block in enumerate(model.blocks):
+        readers[f"blocks.{i}.attn"] = block.norm2
+        readers[f"blocks.{i}.mlp"] = model.blocks[i + 1].norm1 if i + 1 < len(model.blocks) else model.norm_f
+    stats = {}
+    hooks = [
+        norm.register_forward_pre_hook(lambda _, inputs, point=point: stats.update({point: tensor_stats(inputs[0])}))
+        for point, norm in readers.items()
+    ]
+    try:
+        model(idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return stats
+
+
 # ---------------------------------------------------------------- experiment
 
 PRESETS = {
-    "tiny": Preset(ModernConfig(), TrainingSettings(), corpus="docs", tokenizer="char", seeds=3),
+    "tiny": Preset(ModernConfig(), TrainingSettings(observe_every=50), corpus="docs", tokenizer="char", seeds=3),
     "full": Preset(
         ModernConfig(block_size=256, n_layers=6, n_heads=6, d_model=384),
         TrainingSettings(
-            steps=2000,
-            batch_size=64,
-            learning_rate=1e-3,
-            warmup=100,
-            final_rate=0.1,
-            autocast=True,
-            compile="inductor",
+            steps=2000, batch_size=64, learning_rate=1e-3, warmup=100, final_rate=0.1, observe_every=250,
+            autocast=True, compile="inductor",
         ),
-        corpus="source",
-        tokenizer="bpe4k",
-        seeds=3,
+        corpus="source", tokenizer="bpe4k", seeds=3,
     ),
-}
+}  # fmt: skip
 
 # What differs from the preset's model; the first is the baseline.
 VARIANTS = {
@@ -290,9 +322,33 @@ class FourWay(comparison.Experiment):
     """{LayerNorm, RMSNorm} x {GELU, SwiGLU}."""
 
     def build_model(self, variant: str, config: dict, vocab_size: int, seed: int) -> nn.Module:
-        model = ModernGPT(ModernConfig(**config), vocab_size)
-        gpt.init_parameters(model, seed)
+        cfg = ModernConfig(**config)
+        model = ModernGPT(cfg, vocab_size)
+        gpt.init_parameters(model, seed, cfg.init_std)
         return model
+
+    def observe(self, model: nn.Module, idx: torch.Tensor) -> dict:
+        return {"stream": stream_stats(model, idx)}
+
+
+def stream_table(results: list[comparison.Result]) -> Table:
+    """The residual stream at the last sample, by what was last written to it: means over the seeds."""
+
+    def mean(variant: str, point: str, statistic: str, power: float = 1.0) -> str:
+        values = comparison.mean_of(
+            results, variant, lambda r: r.history.observations[-1]["stream"][point][statistic] ** power
+        )
+        return report.number(values, ".2f")
+
+    norms, points = ("LayerNorm", "RMSNorm"), next(r.history.observations[-1]["stream"] for r in results if r.history)
+    rows = [
+        [mlp, point]
+        + [mean(f"{norm}+{mlp}", point, "var", 0.5) for norm in norms]
+        + [mean(f"{norm}+{mlp}", point, "kurtosis") for norm in norms]
+        for mlp in ("GELU", "SwiGLU")
+        for point in points
+    ]
+    return Table(["MLP", "stream after", *(f"{norm} {what}" for what in ("std", "kurtosis") for norm in norms)], rows)
 
 
 def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]:
@@ -307,30 +363,32 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
         for variant in plan.variants
         if variant != plan.baseline
     ]
-    sentences += [size_and_time(results, variant, plan.baseline) for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")]
-    return [table, "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)]
+    sentences += [
+        report.size_and_time_sentence(results, variant, plan.baseline)
+        for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")
+    ]
+    lessons = "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)
+    seen = [r.history.observations[-1]["step"] for r in results if r.history]
+    if not seen:
+        return [table, lessons]
+    return [table, lessons, f"The residual stream at step {seen[0]}, means over the seeds:", stream_table(results)]
 
 
-def size_and_time(results: list[comparison.Result], variant: str, baseline: str) -> str | None:
-    """Parameters and wall-clock time of one variant against another; None if either never finished."""
-    times = [comparison.mean_of(results, name, lambda r: r.history.ms_per_step) for name in (variant, baseline)]
-    if any(map(math.isnan, times)):
-        return None
-    sizes = [report.parameters_of(results, name) for name in (variant, baseline)]
-    return (
-        f"{variant} holds {sizes[0]:,} parameters to {baseline}'s {sizes[1]:,} ({sizes[0] / sizes[1] - 1:+.1%}), and "
-        f"a step of it took {times[0] / times[1]:.2f} times as long on this machine."
-    )
+def draw(plan: Plan, results: list[comparison.Result]) -> dict:
+    """The figures of this run by file name."""
+    return {
+        "curves.png": figures.curves(plan, results),
+        "differences.png": figures.differences(plan, results),
+        "hidden_states.png": figures.hidden_states(plan, results),
+    }
 
 
-def draw(plan: Plan, results: list[comparison.Result]) -> dict[str, Figure]:
-    return {"curves.png": figures.curves(plan, results), "differences.png": figures.differences(plan, results)}
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, **changes) -> int:
+    """Run the experiment. `changes` go into every variant's config, as in main(["--seeds", "4"], init_std="fan_in")."""
     here = Path(__file__).parent
     options = cli.parse(__doc__, argv, here / "outputs")
-    plan = make_plan("The details that matter: norms and MLPs side by side", PRESETS[options.preset], VARIANTS, options)
+    variants = {name: {**variant, **changes} for name, variant in VARIANTS.items()}
+    plan = make_plan("The details that matter: norms and MLPs side by side", PRESETS[options.preset], variants, options)
     return experiment.carry_out(FourWay, plan, summarize, draw, here / "expected")
 
 

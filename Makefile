@@ -1,0 +1,35 @@
+# Every target sets itself up: an activated environment is used as it is, otherwise .venv is made here.
+VENV = $(or $(VIRTUAL_ENV),$(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX)),.venv)
+PYTHON = "$(VENV)/bin/python"
+
+.PHONY: help setup tiny full test bench clean
+
+help:
+	@echo "make tiny    the chapter's experiment on this CPU: norms and MLPs side by side, under a minute"
+	@echo "make full    the same at a size for one GPU (goes on without one, and says how long it will take)"
+	@echo "make test    every test"
+	@echo "make bench   speed, as ratios measured side by side (an idle machine, please)"
+	@echo "make clean   remove what runs wrote: outputs/ and caches; .venv stays"
+
+# The copy of requirements.txt in the environment says what was installed; nothing happens while it is the same.
+setup:
+	@cmp -s requirements.txt "$(VENV)/requirements.txt" || { \
+		test -x $(PYTHON) || python3 -m venv "$(VENV)"; \
+		$(PYTHON) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m ensurepip; \
+		$(PYTHON) -m pip install -r requirements.txt && cp requirements.txt "$(VENV)/requirements.txt"; }
+
+tiny: setup
+	@$(PYTHON) projects/07_the-details-that-matter/build.py --tiny
+
+full: setup
+	@$(PYTHON) projects/07_the-details-that-matter/build.py --full
+
+test: setup
+	@$(PYTHON) -X warn_default_encoding -W error::EncodingWarning -m pytest
+
+bench: setup
+	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(PYTHON) "$$file" || exit 1; done
+
+clean:
+	@rm -rf projects/*/outputs .pytest_cache .ruff_cache
+	@find projects shared tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,149 @@
+"""Step 08: replace the learned position embeddings with RoPE.
+
+Chapter 05 added a trained vector to each position. RoPE adds nothing: it turns queries and keys by an angle that grows
+with their position, so that a score depends on their distance alone. Two layouts of pairs are in use: both are here.
+
+    python step_08_replace-learned-positional-embeddings-with-rope.py
+
+prints what RoPE and learned positions do beyond the length they were trained on, and the checks; about eight seconds.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
+
+from shared import chapters, cli, console, data, training
+from shared.checks import Checks
+from shared.kernels import fastest_float32
+from shared.randomness import generator
+
+gpt = chapters.load_build(5)
+
+
+def build_rope_cache(
+    seq_len: int, head_dim: int, device: torch.device | str = "cpu", base: float = 10_000.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position · base^(−2i/D) for pair i, each (seq_len, D/2) in float32 (Su et al. 2021, eq. 34).
+
+    In float64 and cast last: float32 angles are 1e-3 off at position 100,000. ValueError for an odd head_dim.
+    """
+    if head_dim % 2:
+        raise ValueError(f"RoPE turns pairs of channels, so head_dim must be even, got {head_dim}")
+    inverse_frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), inverse_frequency)
+    return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    """A quarter turn of each pair of neighbouring channels: (x0, x1) -> (−x1, x0)."""
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn pair i of x (..., T, D) at position t by the angle in cos[t, i], sin[t, i]; ValueError beyond the table."""
+    T = x.shape[-2]
+    if T > cos.shape[0]:
+        raise ValueError(f"{T} positions don't fit a RoPE table of {cos.shape[0]}")
+    cos = cos[:T].repeat_interleave(2, dim=-1)  # (T, D): both channels of a pair turn by the same angle
+    sin = sin[:T].repeat_interleave(2, dim=-1)
+    return (x * cos + rotate_half(x) * sin).to(x.dtype)
+
+
+class RotaryAttention(gpt.CausalSelfAttention):
+    """Chapter 05's attention with queries and keys turned by their position (Su et al. 2021)."""
+
+    def __init__(self, cfg: gpt.GPTConfig):
+        super().__init__(cfg)
+        self.block_size, self.rope_base = cfg.block_size, cfg.rope_base
+        self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
+
+    def _apply(self, fn, recurse=True):
+        """The tables follow the model to its device but never its dtype: `.bfloat16()` leaves them float32."""
+        super()._apply(fn, recurse)
+        device = self.qkv.weight.device
+        self.cos, self.sin = build_rope_cache(self.block_size, self.head_dim, device, self.rope_base)
+        return self
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C) -> turned queries, turned keys, values, each (B, H, T, D)."""
+        q, k, v = super().heads(x)
+        return apply_rope(q, self.cos, self.sin), apply_rope(k, self.cos, self.sin), v
+
+
+def apply_rope_half_split(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The other layout: channel i pairs with channel i + D/2 (GPT-NeoX, Hugging Face's Llama)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@dataclass(frozen=True)
+class RotaryConfig(gpt.GPTConfig):
+    rope_base: float = 10_000.0
+
+
+class RotaryBlock(gpt.Block):
+    def make_attention(self, cfg: RotaryConfig) -> RotaryAttention:
+        return RotaryAttention(cfg)
+
+
+class RotaryGPT(gpt.GPT):
+    def make_positions(self, cfg: RotaryConfig) -> None:
+        return None
+
+    def make_block(self, cfg: RotaryConfig) -> RotaryBlock:
+        return RotaryBlock(cfg)
+
+
+def check_rotation(checks: Checks) -> None:
+    x, table = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), [half[3:] for half in build_rope_cache(4, 4)]
+    by_hand, draw = torch.tensor([[-1.2722325, -1.8388650, 2.8786681, 4.0881866]]), generator(1, "step_08")
+    checks.close("[1, 2, 3, 4] at position 3", apply_rope(x, *table), by_hand, 3e-7)
+    x, table = torch.randn(2, 3, 5, 8, dtype=torch.float64, generator=draw), build_rope_cache(5, 8)
+    turned, order = apply_rope(x, *table), torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # from one layout to the other
+    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 1e-1, 1e-2, 1e-3])).double()  # 10000^(−2i/8)
+    product = torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angles), angles)
+    checks.close("as complex numbers times e^(iθ)", turned, torch.view_as_real(product).flatten(-2), 1e-6)
+    checks.close("half-split, permuted", apply_rope_half_split(x[..., order], *table), turned[..., order], 0)
+    mixed = (apply_rope_half_split(x, *table) - turned).abs().amax((0, 1, 3))
+    checks.between("half-split, not permuted: off at 1 to 4 by", mixed[1:].min().item(), 0.1, 10)
+    q, k = torch.randn(2, 1, 8, generator=draw).expand(2, 1_000_006, 8)
+    q, k = (apply_rope(x, *build_rope_cache(1_000_006, 8)) for x in (q, k))
+    scores = (q[5:] * k[:-5]).sum(-1) / 8
+    checks.close("score of m + 5 and m, every m to a million", scores, scores[:1].expand(1_000_001), 1e-5)
+
+
+def show_lengths(corpus: data.Corpus, trained: int = 32, steps: int = 100) -> None:
+    """Train at one length; evaluate at longer ones, with the same weights."""
+    rows, settings = [], training.TrainingSettings(steps=steps)
+    for model_class, config in ((gpt.GPT, gpt.GPTConfig(trained)), (RotaryGPT, RotaryConfig(trained))):
+        model = model_class(config, corpus.vocab_size)
+        gpt.init_parameters(model, seed=1)
+        losses = [training.train(model, corpus, settings, seed=1).validation_loss]
+        for length in (2 * trained, 4 * trained):
+            longer = model_class(replace(config, block_size=length), corpus.vocab_size)
+            try:
+                longer.load_state_dict(model.state_dict())
+            except RuntimeError:  # its position embedding has another size
+                continue
+            losses.append(training.evaluate(longer, corpus.validation, settings))
+        cells = [f"{loss:.3f} ({loss - losses[0]:+.3f})" for loss in losses]
+        rows.append([model_class.__name__, *cells, *["doesn't load"] * (3 - len(cells))])
+    console.say(f"Validation loss after {steps} steps at length {trained} (and how it changes), by length:")
+    console.say()
+    console.say(console.Table(["model", *(str(trained * n) for n in (1, 2, 4))], rows))
+
+
+def main() -> int:
+    checks = Checks()
+    check_rotation(checks)
+    with fastest_float32():
+        show_lengths(data.load_corpus("docs", "char", 32))
+    return checks.report()
+
+
+if __name__ == "__main__":
+    cli.run_step(main, __doc__)

@@ -1,0 +1,116 @@
+"""Every chapter's break_it.py: the healthy model leaves all lights green, each sabotage turns on its own and no other.
+
+Chapters are found, not listed: a new break_it.py is tested by being there.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shared import chapters
+from shared.instruments import Case, Outcome, examine
+from shared.kernels import fastest_float32
+
+FILES = sorted(chapters.PROJECTS.glob("*/break_it.py"))
+SEED = 1
+
+
+def case_of(path) -> Case:
+    return chapters.load_file(path).CASE
+
+
+SABOTAGES = [
+    pytest.param(path, s, id=f"{path.parent.name[:2]}-{s.name}") for path in FILES for s in case_of(path).sabotages
+]
+EACH_CHAPTER = pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
+
+
+@pytest.fixture(scope="module")
+def healthy_readings():
+    """path -> what every instrument reads on the healthy patient; each patient is examined once."""
+    known = {}
+
+    def readings(path):
+        if path not in known:
+            with fastest_float32():
+                known[path] = examine(case_of(path), case_of(path).healthy(SEED))
+        return known[path]
+
+    return readings
+
+
+@EACH_CHAPTER
+def test_the_healthy_model_leaves_every_light_green(path, healthy_readings):
+    red = {name: reading.text for name, reading in healthy_readings(path).items() if not reading.green}
+    assert not red
+
+
+@pytest.mark.parametrize(("path", "sabotage"), SABOTAGES)
+def test_each_sabotage_turns_on_its_own_light_and_only_those_foretold(path, sabotage, healthy_readings):
+    case = case_of(path)
+    with fastest_float32():
+        broken = examine(case, sabotage.damage(case.healthy(SEED)))
+    outcome = Outcome(sabotage, healthy_readings(path), broken)
+    assert outcome.tripped == sabotage.trips, {name: reading.text for name, reading in broken.items()}
+    assert outcome.came_true, (outcome.healthy[sabotage.instrument], broken[sabotage.instrument])
+
+
+@EACH_CHAPTER
+def test_a_case_is_well_formed(path):
+    case = case_of(path)
+    instruments, names = [i.name for i in case.instruments], [s.name for s in case.sabotages]
+    assert len(set(instruments)) == len(instruments) and len(set(names)) == len(names)
+    for name in instruments + names:
+        assert name == name.lower() and " " not in name and "_" not in name
+    for sabotage in case.sabotages:
+        assert {sabotage.instrument, *sabotage.also_trips} <= set(instruments), sabotage.name
+        assert sabotage.instrument not in sabotage.also_trips, sabotage.name
+        assert sabotage.before != sabotage.after
+        assert all((sabotage.predicts, sabotage.explains))
+
+
+def plain(code: str) -> str:
+    return " ".join(code.split())
+
+
+@EACH_CHAPTER
+def test_the_line_that_is_damaged_stands_in_the_code(path):
+    files = [*chapters.PROJECTS.glob("*/build.py"), *chapters.PROJECTS.parent.glob("shared/*.py")]
+    code = plain("\n".join(file.read_text(encoding="utf-8") for file in files))
+    for sabotage in case_of(path).sabotages:
+        for line in sabotage.before.split("\n"):
+            assert plain(line) in code, f"{sabotage.name}: no build.py or shared module holds {line!r}"
+
+
+@EACH_CHAPTER
+def test_the_quiz_shows_the_same_signs_of_both(path):
+    case = case_of(path)
+    with fastest_float32():
+        patient = case.healthy(SEED)
+        signs = case.vitals(patient)
+        for sabotage in case.sabotages[:2]:
+            assert list(case.vitals(sabotage.damage(patient))) == list(signs)
+        if case.sample:
+            before = torch.random.get_rng_state()
+            assert case.sample(patient) == case.sample(patient) != ""
+            assert torch.equal(before, torch.random.get_rng_state())
+
+
+@EACH_CHAPTER
+def test_it_lists_by_its_path_from_any_directory(path, tmp_path):
+    ran = subprocess.run(
+        [sys.executable, str(path), "--list"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8"
+    )
+    assert ran.returncode == 0 and ran.stderr == ""
+    assert all(sabotage.name in ran.stdout for sabotage in case_of(path).sabotages)
+
+
+@EACH_CHAPTER
+def test_an_unknown_name_is_one_line_and_status_2(path, tmp_path):
+    ran = subprocess.run(
+        [sys.executable, str(path), "--sabotage", "no-such-thing"],
+        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
+    )  # fmt: skip
+    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1

@@ -1,0 +1,96 @@
+"""The flags of every build.py, frozen, and what a person reads after a wrong one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared import chapters, cli
+from shared.errors import UserError
+
+TRAINING_BUILDS = [
+    p for p in sorted(chapters.PROJECTS.glob("*/build.py")) if "from shared import" in p.read_text(encoding="utf-8")
+]
+FLAGS = {
+    "--help", "--tiny", "--full", "--steps", "--seed", "--seeds", "--data", "--tokenizer", "--device", "--workers",
+    "--output-dir",
+}  # fmt: skip
+
+
+def flags_of(parser):
+    return {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def test_the_flags_are_frozen():
+    parser = cli.build_parser("")
+    assert flags_of(parser) == FLAGS
+    choices = {action.dest: action.choices for action in parser._actions if action.choices}
+    assert choices == {"tokenizer": ("char", "bpe4k", "r50k_base"), "device": ("auto", "cpu", "cuda", "mps")}
+
+
+def test_the_defaults():
+    options = cli.parse("", [], Path("here"))
+    assert (options.preset, options.steps, options.seed, options.seeds) == ("tiny", None, 1, None)
+    assert (options.data, options.tokenizer, options.device, options.output_dir) == (None, None, "cpu", Path("here"))
+    assert options.workers == cli.usable_cores()
+    assert cli.parse("", ["--full"], Path("here")).preset == "full"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tiny", "--full"], "not allowed with"),
+        (["--steps", "0"], "'0' is not a whole number from 1 up"),
+        (["--seeds", "-3"], "'-3' is not a whole number"),
+        (["--seed", "0"], "'0' is not"),
+        (["--workers", "1.5"], "'1.5' is not"),
+        (["--steps", "many"], "'many' is not"),
+        (["--steps", "²"], "is not a whole number"),
+        (["--steps"], "expected one argument"),
+        (["--seeds", "1001"], "more than 1000"),
+        (["--tokenizer", "words"], "'words'"),
+        (["--device", "tpu"], "'tpu'"),
+        (["--step", "5"], "unrecognized arguments: --step"),  # no abbreviations: they change meaning as flags come
+        (["extra"], "unrecognized arguments: extra"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(argv, says):
+    with pytest.raises(UserError, match=says) as error:
+        cli.parse("", argv, Path("here"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_device_that_is_not_there_is_refused_and_auto_takes_what_there_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError, match="--device cuda: this torch sees no such device; use --device cpu"):
+        cli.parse("", ["--device", "cuda"], Path("here"))
+    assert cli.parse("", ["--full"], Path("here")).device == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.parse("", ["--full"], Path("here")).device == "cuda"
+    assert cli.parse("", ["--full"], Path("here")).workers == 1
+    assert cli.parse("", ["--tiny"], Path("here")).device == "cpu"  # the reference
+
+
+def exit_of(main):
+    with pytest.raises(SystemExit) as stop:
+        cli.run(main)
+    return stop.value.code
+
+
+def test_exit_statuses(capsys):
+    def raising(error):
+        def main():
+            raise error
+
+        return main
+
+    assert exit_of(lambda: 0) == 0
+    assert exit_of(lambda: 1) == 1
+    assert exit_of(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert exit_of(raising(UserError("--data x: no such\nfile"))) == 2
+    err = capsys.readouterr().err
+    assert err.endswith("error: --data x: no such file\n") and err.count("\n") == 1
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
+        cli.run(lambda: 1 // 0)

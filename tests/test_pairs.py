@@ -1,0 +1,93 @@
+"""A name that a step and a build.py of one chapter both define is the same code: nothing is explained that isn't used.
+
+Pairs are found, not listed. Docstrings and comments may differ, and main() does.
+"""
+
+import ast
+
+import pytest
+
+from shared import chapters
+
+FOLDERS = sorted(folder for folder in chapters.PROJECTS.glob("[0-9][0-9]_*") if (folder / "build.py").exists())
+
+
+def definitions(path) -> dict[str, ast.AST]:
+    """The functions, classes and constants that a file defines at its top level, docstrings taken out."""
+    found = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = without_docstrings(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and not is_loaded(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    found.pop("main", None)
+    return found
+
+
+def is_loaded(value: ast.AST | None) -> bool:
+    """Is this `chapters.load_step(7, 2).Name`: a name that another step defines, and is compared there?"""
+    return isinstance(value, ast.Attribute) and ast.unparse(value).startswith("chapters.load_step(")
+
+
+def without_docstrings(tree: ast.AST) -> ast.AST:
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and ast.get_docstring(node) is not None
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def same(a: ast.AST, b: ast.AST) -> bool:
+    return ast.dump(a) == ast.dump(b)
+
+
+def pairs():
+    """(id, name, step's definition, build's definition) of every name that both define."""
+    for folder in FOLDERS:
+        built = definitions(folder / "build.py")
+        for step in sorted(folder.glob("step_*.py")):
+            mine = definitions(step)
+            for name in sorted(mine.keys() & built.keys()):
+                yield pytest.param(mine[name], built[name], id=f"{folder.name[:2]}-{step.name[5:7]}-{name}")
+
+
+@pytest.mark.parametrize(("mine", "built"), pairs())
+def test_a_name_in_both_is_the_same_code(mine, built):
+    assert same(mine, built), f"step:\n{ast.unparse(mine)}\n\nbuild.py:\n{ast.unparse(built)}"
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if list(f.glob("step_*.py"))], ids=lambda folder: folder.name)
+def test_every_class_of_the_build_is_built_in_some_step(folder):
+    """What build.py defines under its layers and its model is explained in a step, or loaded from another chapter."""
+    in_steps = set().union(*(definitions(step) for step in folder.glob("step_*.py")))
+    missing = [
+        name
+        for name, node in definitions(folder / "build.py").items()
+        if isinstance(node, ast.ClassDef) and is_module(node) and name not in in_steps
+    ]
+    assert not missing, f"{folder.name}: no step builds {', '.join(missing)}"
+
+
+def is_module(node: ast.ClassDef) -> bool:
+    """Is this a layer or a model: does it define forward()?"""
+    return any(isinstance(part, ast.FunctionDef) and part.name == "forward" for part in node.body)
+
+
+def test_the_comparison_sees_code_and_only_code():
+    def tree(text: str) -> ast.AST:
+        return without_docstrings(ast.parse(text).body[0])
+
+    plain = tree("def f(x):\n    return x + 1")
+    assert same(plain, tree('def f(x):\n    """Adds."""\n    return x + 1  # one'))
+    assert not same(plain, tree("def f(x):\n    return x + 2"))
+    assert not same(plain, tree("def f(y):\n    return y + 1"))
+    assert not same(tree("class A:\n    def f(self): pass"), tree("class A:\n    def g(self): pass"))
+
+
+def test_a_loaded_name_is_no_definition(tmp_path):
+    file = tmp_path / "step.py"
+    file.write_text("Norm = chapters.load_step(7, 2).Norm\nEPS = 1e-5\nNorm2 = Norm\n", encoding="utf-8")
+    assert definitions(file).keys() == {"EPS", "Norm2"}

@@ -1,0 +1,194 @@
+"""The frame of break_it.py, held to a toy case whose outcome is known beforehand."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+
+from shared import sabotage
+from shared.errors import UserError
+from shared.instruments import Case, Instrument, Outcome, Reading, Sabotage, examine
+
+
+@dataclass(frozen=True)
+class Lamp:
+    seed: int
+    volts: float = 230.0
+    colour: str = "white"
+
+
+INSTRUMENTS = (
+    Instrument("voltmeter", "is it 230 V?", lambda p: Reading(f"{p.volts:.0f} V", p.volts == 230, p.volts)),
+    Instrument("eye", "is it white?", lambda p: Reading(p.colour, p.colour == "white")),
+)
+
+
+def sabotage_of(name: str, instrument: str, also_trips: tuple = (), harmless: bool = False, sizes=None, **damage):
+    return Sabotage(
+        name=name,
+        before=f"{name} [before]",
+        after=f"{name} [after]",
+        predicts=f"{name} shows",
+        explains=f"because {name}",
+        loud=name == "halved",
+        instrument=instrument,
+        damage=lambda patient: replace(patient, **damage),
+        also_trips=also_trips,
+        harmless=harmless,
+        sizes=sizes,
+    )
+
+
+TRUE = (
+    sabotage_of("halved", "voltmeter", volts=115.0, sizes=lambda healthy, broken: broken.number < 0.6 * healthy.number),
+    sabotage_of("reddened", "eye", ("voltmeter",), colour="red", volts=229.0),
+    sabotage_of("dusted", "eye", harmless=True),
+)
+FALSE = {
+    "nothing happens": sabotage_of("nothing", "voltmeter"),
+    "another instrument's symptom": sabotage_of("mislabelled", "voltmeter", colour="red"),
+    "not the size predicted": sabotage_of(
+        "weak", "voltmeter", volts=200.0, sizes=lambda healthy, broken: broken.number < 0.6 * healthy.number
+    ),
+    "harmful after all": sabotage_of("harmful", "eye", harmless=True, colour="red"),
+}
+
+
+def case_of(*sabotages: Sabotage, volts: float = 230.0) -> Case:
+    return Case(
+        healthy=lambda seed: Lamp(seed, volts),
+        instruments=INSTRUMENTS,
+        sabotages=sabotages,
+        vitals=lambda patient: {"volts": f"{patient.volts:.0f}", "seed": str(patient.seed)},
+        sample=lambda patient: f"light of\ncolour {patient.colour}",
+    )
+
+
+GOOD = case_of(*TRUE)
+
+
+def run(capsys, case: Case, *argv: str) -> tuple[int, str]:
+    status = sabotage.main(case, "A lamp.", list(argv))
+    return status, capsys.readouterr().out
+
+
+def test_the_default_is_the_first_sabotage_and_a_true_prediction_exits_0(capsys):
+    status, out = run(capsys, GOOD)
+    assert status == 0
+    for part in ("halved [before]", "halved [after]", "halved shows", "(loud)", "230 V", "115 V", "As predicted"):
+        assert part in out
+    assert out.index("halved shows") < out.index("As predicted")  # stated first
+
+
+def test_each_true_prediction_exits_0_and_is_explained(capsys):
+    for one in TRUE:
+        status, out = run(capsys, GOOD, "--sabotage", one.name, "--tiny")
+        assert status == 0 and one.explains in out and "not foreseen" not in out
+
+
+@pytest.mark.parametrize("why", FALSE)
+def test_a_false_prediction_is_said_to_be_false_and_exits_1(capsys, why):
+    status, out = run(capsys, case_of(FALSE[why]))
+    assert status == 1 and "did NOT come true" in out and "As predicted" not in out
+
+
+def test_a_prediction_about_a_sick_healthy_model_cannot_come_true(capsys):
+    status, out = run(capsys, case_of(TRUE[0], volts=231.0))
+    assert status == 1 and "can't be judged" in out
+
+
+def test_a_red_light_that_nobody_foresaw_is_marked(capsys):
+    status, out = run(capsys, case_of(sabotage_of("both", "voltmeter", volts=1.0, colour="red")))
+    assert status == 0 and "not foreseen" in out
+
+
+def test_outcome_names_what_tripped():
+    lamp = GOOD.healthy(7)
+    outcome = Outcome(TRUE[1], examine(GOOD, lamp), examine(GOOD, TRUE[1].damage(lamp)))
+    assert outcome.tripped == TRUE[1].trips == {"eye", "voltmeter"}
+    assert TRUE[2].trips == set()
+
+
+def test_all_sums_up_and_counts_failures(capsys):
+    status, out = run(capsys, GOOD, "--all")
+    assert status == 0 and "all 3 predictions came true" in out and all(s.name in out for s in TRUE)
+    status, out = run(capsys, case_of(TRUE[0], FALSE["nothing happens"]), "--all")
+    assert status == 1 and "DID NOT COME TRUE" in out
+
+
+def test_list_names_every_sabotage_and_runs_none(capsys):
+    def never(seed: int) -> Lamp:
+        raise AssertionError("--list must not build anything")
+
+    status, out = run(capsys, replace(GOOD, healthy=never), "--list")
+    assert status == 0 and all(s.name in out and s.predicts in out for s in TRUE)
+
+
+def test_the_quiz_keeps_its_secret_and_prints_the_way_to_answer(capsys):
+    status, out = run(capsys, GOOD, "--quiz", "--seed", "3")
+    assert status == 0 and "--quiz --seed 3 --answer NAME" in out
+    assert "before]" not in out and "because" not in out and "Right" not in out
+    assert all(s.name in out for s in TRUE)  # the suspects
+    assert "  | colour white" in out  # every line of the sample is set off
+
+
+def test_every_sabotage_comes_up_in_some_quiz_and_only_its_name_is_right(capsys):
+    asked = set()
+    for seed in map(str, range(1, 30)):
+        right = []
+        for guess in TRUE:
+            status, out = run(capsys, GOOD, "--quiz", "--seed", seed, "--answer", guess.name)
+            assert status == 0
+            if "Right: it was" in out:
+                right.append(guess.name)
+                assert f"it was {guess.name}." in out and guess.explains in out
+            else:
+                assert "No. it was" in out and guess.predicts in out
+        assert len(right) == 1
+        asked.update(right)
+    assert asked == {s.name for s in TRUE}
+
+
+@pytest.mark.parametrize(
+    ("argv", "mentions"),
+    [
+        (["--sabotage", "halvd"], "did you mean halved?"),
+        (["--sabotage", "xyz"], "there are: halved, reddened, dusted"),
+        (["--quiz", "--seed", "1", "--answer", "xyz"], "xyz"),
+        (["--answer", "halved"], "needs the --seed"),
+        (["--all", "--answer", "halved"], "belongs to --quiz"),
+        (["--all", "--list"], "not allowed with"),
+        (["--seed", "0"], "whole number"),
+        (["--bogus"], "--bogus"),
+    ],
+)
+def test_a_wrong_flag_is_a_user_error(argv, mentions):
+    with pytest.raises(UserError, match=mentions):
+        sabotage.main(GOOD, "A lamp.", argv)
+
+
+def test_at_a_terminal_the_quiz_asks_until_it_has_a_name(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    typed = iter(["?", "nonsense", "halved"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    status, out = run(capsys, GOOD, "--quiz", "--seed", "3")
+    assert status == 0 and "there is no sabotage 'nonsense'" in out and "is it white?" in out and "it was" in out
+
+
+def test_a_wrong_name_is_one_line_and_status_2(tmp_path):
+    root = sabotage.__file__.rpartition("shared")[0]
+    script = tmp_path / "break_it.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {root!r})\n"
+        "from shared import cli, sabotage\n"
+        "from shared.instruments import Case\n"
+        "cli.run(lambda: sabotage.main(Case(None, (), (), None), 'x', None))\n",
+        encoding="utf-8",
+    )
+    ran = subprocess.run(
+        [sys.executable, str(script), "--sabotage", "no-such"], capture_output=True, text=True, encoding="utf-8"
+    )
+    assert ran.returncode == 2 and ran.stdout == ""
+    assert ran.stderr.count("\n") == 1 and "no-such" in ran.stderr

@@ -1,0 +1,63 @@
+"""Every step of every chapter runs, and every check that it makes holds. Steps are found, not listed."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shared import chapters
+
+STEPS = sorted(chapters.PROJECTS.glob("[0-9][0-9]_*/step_*.py"))
+FOLDERS = sorted({step.parent for step in STEPS})
+IDS = [f"{step.parent.name[:2]}-{step.stem[5:]}" for step in STEPS]
+EACH_STEP = pytest.mark.parametrize("step", STEPS, ids=IDS)
+EACH_CHAPTER = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+
+
+@EACH_STEP
+def test_step_holds(step, capsys):
+    status = chapters.load_file(step).main()
+    out = capsys.readouterr().out
+    assert status == 0, out
+    held = re.findall(r"^all (\d+) checks hold$", out, re.MULTILINE)
+    assert len(held) == 1 and int(held[0]) > 0, "a step ends in `return checks.report()`"
+    assert "\x1b" not in out
+
+
+@EACH_STEP
+def test_step_keeps_to_its_form(step):
+    text = step.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert re.fullmatch(r"step_\d\d_[a-z0-9]+(-[a-z0-9]+)*\.py", step.name)
+    doc = ast.get_docstring(ast.parse(text))
+    assert f"python {step.name}" in doc, "the docstring says how to run it"
+    assert "cli.run_step(main, __doc__)" in text and "return checks.report()" in text
+
+
+@EACH_CHAPTER
+def test_steps_are_numbered_without_a_gap(folder):
+    numbers = [int(step.name[5:7]) for step in STEPS if step.parent == folder]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+@EACH_CHAPTER
+def test_a_step_runs_by_its_path_from_any_directory(folder, tmp_path):
+    step = next(step for step in STEPS if step.parent == folder)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, str(step), "--tiny"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, encoding="utf-8",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == "" and "checks hold" in ran.stdout
+    assert not list(tmp_path.iterdir()), "a step leaves nothing where it was called from"
+
+
+@EACH_CHAPTER
+def test_a_step_refuses_a_wrong_flag_in_one_line(folder):
+    step = next(step for step in STEPS if step.parent == folder)
+    ran = subprocess.run([sys.executable, str(step), "--nonsense"], capture_output=True, text=True, encoding="utf-8")
+    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1
