@@ -1,4 +1,4 @@
-"""Chapter 37, step 01: open the weights file.
+"""Step 01: open the weights file.
 
 A real model comes as one GGUF file: metadata (its shape, its vocabulary), a list of tensors, and their packed
 numbers. This step reads the first two by hand and leaves the unpacking to the `gguf` package, after doing one

@@ -1,4 +1,4 @@
-"""Chapter 37, step 02: rebuild the tokenizer.
+"""Step 02: rebuild the tokenizer.
 
 Beside its weights the file holds the model's vocabulary: 49,152 tokens and the merges that made them. This step turns
 them into a `tiktoken.Encoding`, and wraps a chat in the model's special tokens. It leaves out learning a vocabulary
@@ -24,7 +24,7 @@ from shared.checks import Checks
 from shared.console import Table, say
 from shared.errors import UserError
 
-opened = chapters.load_step(37, 1)
+step_01 = chapters.load_step(37, 1)
 
 CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
 PATTERNS = {  # how text falls into words, by the file's name for it
@@ -97,7 +97,7 @@ def merge_by_list(text: str, merges: list[str]) -> list[str]:
 
 
 def main() -> int:
-    file, checks = opened.WeightsFile(opened.packaged_weights()), Checks()
+    file, checks = step_01.WeightsFile(step_01.packaged_weights()), Checks()
     tokenizer = Tokenizer(file)
     samples = ["The details that matter", "  In 2026, it's 3.14", "naïve 東京 🙂", "<|im_end|>"]
     pieces = [[tokenizer.encoding.decode([i]) for i in tokenizer.encode(text)] for text in samples]

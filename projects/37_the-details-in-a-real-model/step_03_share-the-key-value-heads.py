@@ -1,4 +1,4 @@
-"""Chapter 37, step 03: share the key and value heads.
+"""Step 03: share the key and value heads.
 
 Our attention gives every query head its own key and value head. The real model has nine query heads and three key and
 value heads: three queries read each pair, and what must be kept for a long text is a third. Chapter 07's attention

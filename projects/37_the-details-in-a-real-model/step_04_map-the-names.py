@@ -1,4 +1,4 @@
-"""Chapter 37, step 04: map the names.
+"""Step 04: map the names.
 
 The file and our model hold the same tensors under different names: their `blk.7.attn_q.weight` is a third of our
 `blocks.7.attn.qkv.weight`. This step reads the model's shape from the metadata, builds chapter 07's model in that shape
@@ -22,7 +22,8 @@ from shared.checks import Checks
 from shared.console import Table, say
 
 gpt, modern = chapters.load_build(5), chapters.load_build(7)
-opened, words, grouped = (chapters.load_step(37, step) for step in (1, 2, 3))
+step_01, step_02, step_03 = (chapters.load_step(37, step) for step in (1, 2, 3))
+GroupedConfig, GroupedQueryAttention = step_03.GroupedConfig, step_03.GroupedQueryAttention
 
 # In block i: their blk.i.NAME.weight -> our blocks.i.NAME.weight. Ours holds q, k and v in one, so slots() splits it.
 BLOCK_NAMES = {"attn_norm": "norm1", "attn_output": "attn.proj", "ffn_norm": "norm2"}
@@ -30,14 +31,14 @@ BLOCK_NAMES |= {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down"
 
 
 class RealBlock(modern.ModernBlock):
-    def make_attention(self, cfg: grouped.GroupedConfig) -> nn.Module:
-        return grouped.GroupedQueryAttention(cfg)
+    def make_attention(self, cfg: GroupedConfig) -> nn.Module:
+        return GroupedQueryAttention(cfg)
 
 
 class RealGPT(modern.ModernGPT):
     """Chapter 07's model with step 03's attention."""
 
-    def make_block(self, cfg: grouped.GroupedConfig) -> nn.Module:
+    def make_block(self, cfg: GroupedConfig) -> nn.Module:
         return RealBlock(cfg)
 
     def states(self, idx: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,7 @@ class RealGPT(modern.ModernGPT):
         return self.norm_f(x)
 
 
-def read_config(file) -> grouped.GroupedConfig:
+def read_config(file) -> GroupedConfig:
     """The shape of the model in a GGUF file. UserError if it isn't one that our blocks can be."""
 
     def field(name: str, default=None):
@@ -65,7 +66,7 @@ def read_config(file) -> grouped.GroupedConfig:
     size = {"block_size": field("context_length"), "n_layers": field("block_count")}
     details = {"norm_eps": field("attention.layer_norm_rms_epsilon"), "rope_base": field("rope.freq_base", 1e4)}
     try:
-        cfg = grouped.GroupedConfig(**heads, **size, **details, d_hidden=field("feed_forward_length"))
+        cfg = GroupedConfig(**heads, **size, **details, d_hidden=field("feed_forward_length"))
     except ValueError as error:
         raise file.refusal(str(error)) from None
     known = {"rope.dimension_count": cfg.head_dim, "attention.key_length": cfg.head_dim}
@@ -112,7 +113,7 @@ def load_model(file, model_class: type[nn.Module] = RealGPT) -> nn.Module:
     return model.eval()
 
 
-class HalfSplitAttention(grouped.GroupedQueryAttention):
+class HalfSplitAttention(GroupedQueryAttention):
     """RoPE on the channels (i, i + D/2) instead of (2i, 2i + 1): the other layout in use."""
 
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
@@ -121,7 +122,7 @@ class HalfSplitAttention(grouped.GroupedQueryAttention):
 
 
 def main() -> int:
-    file, checks = opened.WeightsFile(opened.packaged_weights()), Checks()
+    file, checks = step_01.WeightsFile(step_01.packaged_weights()), Checks()
     places = slots(model := load_model(file))
     ours = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
     shown = [(name, place) for name, place in places.items() if "blk.7." in name or "blk" not in name]
@@ -131,11 +132,10 @@ def main() -> int:
     filled = sum(place.numel() for place in places.values())
     checks.equal("parameters, and those that were filled", [gpt.count_parameters(model), filled], [134_515_008] * 2)
     checks.equal("head and embedding are one matrix", model.lm_head.weight is model.token_embedding.weight, True)
-    rows = model.blocks[7].attn.qkv.weight[576:768]
-    checks.equal("rows 576 to 767 of blocks.7.attn.qkv", rows, file.read("blk.7.attn_k.weight"))
+    checks.equal("their k in our qkv", model.blocks[7].attn.qkv.weight[576:768], file.read("blk.7.attn_k.weight"))
 
     # Which channels does RoPE pair up in this file? The metadata doesn't say; the loss does.
-    ids = torch.tensor([words.Tokenizer(file).encode("".join(data.torch_docs())[-2000:])[:257]])
+    ids = torch.tensor([step_02.Tokenizer(file).encode("".join(data.torch_docs())[-2000:])[:257]])
     with torch.inference_mode():
         right = model(ids[:, :-1], ids[:, 1:])[1].item()
         for block in model.blocks:

@@ -1,4 +1,4 @@
-"""Chapter 37, step 05: run it.
+"""Step 05: run it.
 
 The model is filled, so it can speak and be measured: its likeliest answer to a question, and its perplexity on a text
 that every reader has, torch's documentation. Left out: not reading the whole text again for each new token (step 06).
@@ -27,7 +27,7 @@ from shared.checks import Checks
 from shared.console import Table, say
 
 gpt = chapters.load_build(5)
-opened, words, named = (chapters.load_step(37, step) for step in (1, 2, 4))
+step_01, step_02, step_04 = (chapters.load_step(37, step) for step in (1, 2, 4))
 
 HEAD_ROWS = 1024  # positions whose logits are in memory at the same time: 49,152 float32 each
 
@@ -66,8 +66,8 @@ def mean_loss(model: nn.Module, ids: torch.Tensor, context: int = 1024) -> float
 
 
 def main() -> int:
-    file, checks = opened.WeightsFile(opened.packaged_weights()), Checks()
-    model, tokenizer = named.load_model(file), words.Tokenizer(file)
+    file, checks = step_01.WeightsFile(step_01.packaged_weights()), Checks()
+    model, tokenizer = step_04.load_model(file), step_02.Tokenizer(file)
     decode = tokenizer.encoding.decode
     question = tokenizer.chat("What is the capital of France?")
     with torch.inference_mode(), fast():

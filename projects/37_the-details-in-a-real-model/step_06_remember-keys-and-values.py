@@ -1,7 +1,7 @@
-"""Chapter 37, step 06: remember keys and values.
+"""Step 06: remember keys and values.
 
-Step 05 read the whole text again for every new token. But a token's keys and values never change once it is read,
-so this step keeps them, in memory set aside once, and reads only what is new. Left out: several texts at a time.
+Step 05 read the whole text again for every new token. But keys and values never change once they are computed, so
+this step keeps them, in memory set aside once, and reads only what is new. Left out: several texts at a time.
 
     python step_06_remember-keys-and-values.py     (about 8 seconds)
 
@@ -9,7 +9,7 @@ It prints the time of a token with and without the cache, and checks that the to
 """
 
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +25,14 @@ from shared.checks import Checks
 from shared.console import Table, say
 
 gpt, modern = chapters.load_build(5), chapters.load_build(7)
-opened, words, grouped, named, running = (chapters.load_step(37, step) for step in (1, 2, 3, 4, 5))
+step_01, step_02, step_03, step_04, step_05 = (chapters.load_step(37, step) for step in (1, 2, 3, 4, 5))
+GroupedConfig, GroupedQueryAttention, RealGPT = step_03.GroupedConfig, step_03.GroupedQueryAttention, step_04.RealGPT
 
 
 class KeyValueCache:
     """One layer's keys and values of every position read so far, for one text."""
 
-    def __init__(self, cfg: grouped.GroupedConfig, n_positions: int, like: torch.Tensor):
+    def __init__(self, cfg: GroupedConfig, n_positions: int, like: torch.Tensor):
         self.keys = like.new_empty(1, cfg.n_kv_heads, n_positions, cfg.head_dim)
         self.values = torch.empty_like(self.keys)
         self.length = 0
@@ -47,7 +48,7 @@ class KeyValueCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
-class CachedAttention(grouped.GroupedQueryAttention):
+class CachedAttention(GroupedQueryAttention):
     """Step 03's attention; with a cache, x is what follows the positions in it."""
 
     cache: KeyValueCache | None = None
@@ -66,14 +67,14 @@ class CachedAttention(grouped.GroupedQueryAttention):
 
 
 class CachedBlock(modern.ModernBlock):
-    def make_attention(self, cfg: grouped.GroupedConfig) -> nn.Module:
+    def make_attention(self, cfg: GroupedConfig) -> nn.Module:
         return CachedAttention(cfg)
 
 
-class CachedGPT(named.RealGPT):
+class CachedGPT(RealGPT):
     """Step 04's model, which can remember."""
 
-    def make_block(self, cfg: grouped.GroupedConfig) -> nn.Module:
+    def make_block(self, cfg: GroupedConfig) -> nn.Module:
         return CachedBlock(cfg)
 
     @contextmanager
@@ -111,19 +112,14 @@ def stream(
 
 
 def milliseconds(action: Callable[[], object]) -> float:
-    """The faster of two tries."""
-    times = [time.perf_counter()]
-    for _ in range(2):
-        action()
-        times.append(time.perf_counter())
-    return 1000 * min(times[1] - times[0], times[2] - times[1])
+    return 1000 * min(timeit.repeat(action, number=1, repeat=2))
 
 
 def main() -> int:
-    file, checks = opened.WeightsFile(opened.packaged_weights()), Checks()
-    model, tokenizer = named.load_model(file, CachedGPT), words.Tokenizer(file)
-    text, rows = tokenizer.encode(running.evaluation_text()), []
-    with running.fast(), torch.inference_mode():
+    file, checks, rows = step_01.WeightsFile(step_01.packaged_weights()), Checks(), []
+    model, tokenizer = step_04.load_model(file, CachedGPT), step_02.Tokenizer(file)
+    text = tokenizer.encode(step_05.evaluation_text())
+    with step_05.fast(), torch.inference_mode():
         for T in (32, 128, 256):
             again = milliseconds(lambda T=T: model.states(torch.tensor([text[:T]])))
             with model.remembering(T + 9):
@@ -140,7 +136,7 @@ def main() -> int:
         whole = model.states(torch.tensor([text[:60]]))
         with model.remembering(60):
             pieces = [model.states(torch.tensor([text[a:b]])) for a, b in ((0, 1), (1, 21), (21, 59), (59, 60))]
-            checks.close("read in pieces of 1, 20, 38 and 1", torch.cat(pieces, dim=1), whole, 1e-3)
+            checks.close("in pieces of 1, 20, 38 and 1", torch.cat(pieces, dim=1), whole, 1e-3)
             checks.raises("a position too many", ValueError, ["61", "60"], lambda: list(stream(model, [1], 1)))
     checks.raises("more than block_size", ValueError, ["8193", "8192"], lambda: model.remembering(8193).__enter__())
     return checks.report()
