@@ -66,6 +66,7 @@ class Tokenizer:
             "gguf", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=self.special
         )
         self.end = end  # the model writes it when its answer is complete
+        self.chats = {"<|im_start|>", "<|im_end|>"} <= self.special.keys()
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids; a special token's name in it is plain text. UserError for a byte without a token."""

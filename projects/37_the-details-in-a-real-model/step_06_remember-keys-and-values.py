@@ -119,7 +119,7 @@ def main() -> int:
     file, checks, rows = step_01.WeightsFile(step_01.packaged_weights()), Checks(), []
     model, tokenizer = step_04.load_model(file, CachedGPT), step_02.Tokenizer(file)
     text = tokenizer.encode(step_05.evaluation_text())
-    with step_05.fast(), torch.inference_mode():
+    with step_05.fast(model), torch.inference_mode():
         for T in (32, 128, 256):
             again = milliseconds(lambda T=T: model.states(torch.tensor([text[:T]])))
             with model.remembering(T + 9):
