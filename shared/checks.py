@@ -7,6 +7,7 @@ import torch
 from shared import console
 
 Value = torch.Tensor | float | int
+SHOWN = 48  # characters of a long value
 
 
 class Checks:
@@ -40,7 +41,7 @@ class Checks:
         if isinstance(ours, torch.Tensor) and isinstance(reference, torch.Tensor) and ours.shape == reference.shape:
             self.close(what, ours, reference, tolerance=0.0)
         else:
-            self.add(what, show(ours), show(reference), "-", "exact", ours == reference)
+            self.add(what, *around_difference(show(ours), show(reference)), "-", "exact", ours == reference)
 
     def between(self, what: str, ours: float, low: float, high: float) -> None:
         """low <= ours <= high, for what is measured and not computed."""
@@ -82,4 +83,21 @@ def as_float64(value: Value) -> torch.Tensor:
 
 
 def show(value: object) -> str:
+    if isinstance(value, str):
+        return value if value.isprintable() else repr(value)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def around_difference(ours: str, reference: str) -> tuple[str, str]:
+    """Both texts, cut to SHOWN characters around the first one in which they differ."""
+    same = 0
+    while same < min(len(ours), len(reference)) and ours[same] == reference[same]:
+        same += 1
+    start = 0 if ours == reference else max(0, same - SHOWN // 2)
+    return cut(ours, start), cut(reference, start)
+
+
+def cut(text: str, start: int) -> str:
+    """SHOWN characters of text from `start`, with "..." where something is missing."""
+    tail = "..." if len(text) > start + SHOWN else ""
+    return f"{'...' if start else ''}{text[start : start + SHOWN]}{tail}"

@@ -69,7 +69,7 @@ def tolerate_narrow_encodings() -> None:
 def table_text(table: Table, width: int = PIPE_WIDTH) -> str:
     """A table as plain text. Phrases fold at their spaces to fit `width`; where numbers would still be cut, each
     row becomes a short list of its own."""
-    grid = rich.table.Table(box=PLAIN_BOX, pad_edge=False, show_edge=False)
+    grid = rich.table.Table(box=PLAIN_BOX, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     unbroken = []  # what must come out in one piece: numbers, and every word
     for i, header in enumerate(table.headers):
         cells = [row[i] for row in table.rows]
@@ -105,10 +105,13 @@ class RunProgress:
         self.n_runs, self.n_finished = n_runs, 0
         self.console = _console()
         self.live = self.console.is_interactive
+        foldable = rich.table.Column(no_wrap=False, overflow="fold")  # a narrow terminal folds, it cuts nothing
+        line = TextColumn(
+            "{task.description}  {task.completed:.0f}/{task.total:.0f}  {task.fields[note]}", table_column=foldable
+        )
         self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[note]}"),
+            *([BarColumn(bar_width=12)] if self.console.width >= 80 else []),
+            line,
             console=self.console,
             transient=True,
             disable=not self.live,

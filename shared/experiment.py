@@ -43,18 +43,18 @@ def carry_out(
     record = report.record(plan, results)
     blocks = summarize(plan, results)
     blocks += [f"FAILED: {r.run}: {r.error}" for r in results if r.error]
-    blocks.append(expected.compare(record, expected_folder))
     for block in blocks:
         console.say()
         console.say(block)
     artifacts.write_text(folder / "run_log.txt", log_text([setting_text(plan), *blocks]))
     artifacts.write_json(folder / "results.json", record)
-    drawn = draw(plan, results)
+    drawn = draw(plan, results) if any(r.history for r in results) else {}
     for name, figure in drawn.items():
         artifacts.write_bytes(folder / name, figures.png(figure))
     (folder / "interrupted.json").unlink(missing_ok=True)
     console.say()
-    console.say(f"written to {folder}: run_log.txt, results.json{''.join(f', {name}' for name in drawn)}")
+    console.say(expected.compare(record, expected_folder))
+    console.say(f"Written to {folder}: run_log.txt, results.json{''.join(f', {name}' for name in drawn)}")
     return 1 if any(r.error for r in results) else 0
 
 

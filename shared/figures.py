@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from typing import TYPE_CHECKING
 
 from shared.comparison import Result, paired_difference
@@ -21,7 +22,9 @@ SMOOTH = 10  # steps that one point of a loss curve averages
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure in inches. matplotlib is imported here, not above: worker processes never draw, and start a
     third of a second sooner without it."""
-    from matplotlib.figure import Figure  # not pyplot: files only, no window, no display needed
+    with warnings.catch_warnings():  # its first import ever writes a font list, in the locale's encoding
+        warnings.simplefilter("ignore", EncodingWarning)
+        from matplotlib.figure import Figure  # not pyplot: files only, no window, no display needed
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -126,7 +129,7 @@ def hidden_states(plan: Plan, results: list[Result]) -> Figure:
         rows[1][column].axhline(3, color="0.5", linewidth=1, linestyle=":")
         rows[1][column].tick_params(axis="x", rotation=90, labelsize=8)
     rows[0][0].set_ylabel("std of the residual stream")
-    rows[1][0].set_ylabel("kurtosis (dotted: a Gaussian's 3)")
+    rows[1][0].set_ylabel("kurtosis (Gaussian: 3)")
     rows[0][0].legend(frameon=False, fontsize=8)
     for axes in rows.flat:
         axes.spines[["top", "right"]].set_visible(False)

@@ -119,7 +119,7 @@ def setting_text(plan: Plan) -> str:
         "",
         f"device    {device_name(plan.options.device)}, {workers} worker process{'es' if workers > 1 else ''}",
         f"corpus    {corpus.name}: {corpus.n_characters:,} characters",
-        f"          SHA-256 {corpus.sha256}",
+        f"SHA-256   {corpus.sha256}",
         f"tokens    {corpus.tokenizer.name}, {corpus.vocab_size:,} kinds; {len(corpus.train):,} to train on, "
         f"the last {len(corpus.validation):,} to validate on",
         f"baseline  guessing evenly costs ln {corpus.vocab_size} = {plan.uniform_loss:.3f} nats a token",

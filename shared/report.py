@@ -18,7 +18,7 @@ def comparison_table(
     """One row per variant. `labels` are the columns that name it, `extra` ones of the chapter's own, each as
     {header: variant -> cell}."""
     several = len(plan.variants) > 1
-    headers = [*labels, "params", "train", "validation"]
+    headers = [*labels, "params", "train", "valid"]
     headers += [f"difference to {plan.baseline}", "verdict"] if several else []
     headers += [*(extra or {}), "ms/step"]
     rows = []

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -12,9 +11,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", EncodingWarning)  # matplotlib's own, when it first writes its list of fonts
-    import matplotlib.font_manager  # noqa: F401
 torch.set_num_threads(1)  # two OpenMP threads on two busy cores are far slower than one
 
 from shared import chapters

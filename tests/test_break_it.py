@@ -3,9 +3,6 @@
 Chapters are found, not listed: a new break_it.py is tested by being there.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -99,18 +96,13 @@ def test_the_quiz_shows_the_same_signs_of_both(path):
 
 
 @EACH_CHAPTER
-def test_it_lists_by_its_path_from_any_directory(path, tmp_path):
-    ran = subprocess.run(
-        [sys.executable, str(path), "--list"], cwd=tmp_path, capture_output=True, text=True, encoding="utf-8"
-    )
-    assert ran.returncode == 0 and ran.stderr == ""
-    assert all(sabotage.name in ran.stdout for sabotage in case_of(path).sabotages)
+def test_it_lists_by_its_path_from_any_directory(path, run_script):
+    status, out, errors = run_script(path, "--list")
+    assert status == 0 and errors == ""
+    assert all(sabotage.name in out for sabotage in case_of(path).sabotages)
 
 
 @EACH_CHAPTER
-def test_an_unknown_name_is_one_line_and_status_2(path, tmp_path):
-    ran = subprocess.run(
-        [sys.executable, str(path), "--sabotage", "no-such-thing"],
-        cwd=tmp_path, capture_output=True, text=True, encoding="utf-8",
-    )  # fmt: skip
-    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1
+def test_an_unknown_name_is_one_line_and_status_2(path, run_script):
+    status, out, errors = run_script(path, "--sabotage", "no-such-thing")
+    assert status == 2 and out == "" and errors.count("\n") == 1 and "no-such-thing" in errors

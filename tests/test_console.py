@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 def test_numbers_stand_to_the_right_and_words_to_the_left():
     assert console.table_text(Table(["name", "n"], [["a", "1"], ["bcd", "-23"]])) == (
-        "name     n\n----------\na        1\nbcd    -23\n"
+        "name    n\n---------\na       1\nbcd   -23\n"
     )
 
 

@@ -1,12 +1,10 @@
 """The frame of break_it.py, held to a toy case whose outcome is known beforehand."""
 
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 
-from shared import sabotage
+from shared import chapters, sabotage
 from shared.errors import UserError
 from shared.instruments import Case, Instrument, Outcome, Reading, Sabotage, examine
 
@@ -177,18 +175,15 @@ def test_at_a_terminal_the_quiz_asks_until_it_has_a_name(capsys, monkeypatch):
     assert status == 0 and "there is no sabotage 'nonsense'" in out and "is it white?" in out and "it was" in out
 
 
-def test_a_wrong_name_is_one_line_and_status_2(tmp_path):
-    root = sabotage.__file__.rpartition("shared")[0]
+def test_a_wrong_name_is_one_line_and_status_2(tmp_path, run_script):
     script = tmp_path / "break_it.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {root!r})\n"
+        f"import sys; sys.path.insert(0, {str(chapters.PROJECTS.parent)!r})\n"
         "from shared import cli, sabotage\n"
         "from shared.instruments import Case\n"
         "cli.run(lambda: sabotage.main(Case(None, (), (), None), 'x', None))\n",
         encoding="utf-8",
     )
-    ran = subprocess.run(
-        [sys.executable, str(script), "--sabotage", "no-such"], capture_output=True, text=True, encoding="utf-8"
-    )
-    assert ran.returncode == 2 and ran.stdout == ""
-    assert ran.stderr.count("\n") == 1 and "no-such" in ran.stderr
+    status, out, errors = run_script(script, "--sabotage", "no-such")
+    assert status == 2 and out == ""
+    assert errors.count("\n") == 1 and "no-such" in errors

@@ -1,10 +1,7 @@
 """Every step of every chapter runs, and every check that it makes holds. Steps are found, not listed."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -44,20 +41,16 @@ def test_steps_are_numbered_without_a_gap(folder):
 
 
 @EACH_CHAPTER
-def test_a_step_runs_by_its_path_from_any_directory(folder, tmp_path):
+def test_a_step_runs_by_its_path_from_any_directory(folder, run_script, tmp_path):
     step = next(step for step in STEPS if step.parent == folder)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(
-        [sys.executable, str(step), "--tiny"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, encoding="utf-8",
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stderr == "" and "checks hold" in ran.stdout
+    status, out, errors = run_script(step, "--tiny")
+    assert status == 0, out + errors
+    assert errors == "" and "checks hold" in out
     assert not list(tmp_path.iterdir()), "a step leaves nothing where it was called from"
 
 
 @EACH_CHAPTER
-def test_a_step_refuses_a_wrong_flag_in_one_line(folder):
+def test_a_step_refuses_a_wrong_flag_in_one_line(folder, run_script):
     step = next(step for step in STEPS if step.parent == folder)
-    ran = subprocess.run([sys.executable, str(step), "--nonsense"], capture_output=True, text=True, encoding="utf-8")
-    assert ran.returncode == 2 and ran.stdout == "" and ran.stderr.count("\n") == 1
+    status, out, errors = run_script(step, "--nonsense")
+    assert status == 2 and out == "" and errors.count("\n") == 1 and "--nonsense" in errors

@@ -346,8 +346,9 @@ SABOTAGES = (
         before="x = x + self.attn(self.norm1(x))\nx = x + self.mlp(self.norm2(x))",
         after="x = self.attn(self.norm1(x))\nx = self.mlp(self.norm2(x))",
         predicts="nothing of x passes a silent block, and two layers learn little beyond the letters' frequencies",
-        explains="Without the sum each block must rebuild all that the next one needs, and the gradient meets small "
-        "matrices in every layer on its way back, with no way around them. In 48 layers the stream dies out too.",
+        explains="Without the sum a position keeps of its own token only what attention leaves of it, at first an even "
+        "share among all the tokens before it, and each block must rebuild whatever the next one needs. With the sum, "
+        "x is there to begin with, and the blocks only add what they know. In 48 layers the stream shrinks as well.",
         loud=True,
         instrument="highway",
         damage=partial(replace, model_class=with_block(BlockWithoutResidual)),

@@ -198,6 +198,21 @@ def count_parameters(model: nn.Module) -> int:
     return sum({p.data_ptr() or id(p): p.numel() for p in model.parameters()}.values())
 
 
+def check_tie(model: nn.Module, state: dict[str, torch.Tensor] | None = None) -> None:
+    """ValueError if embedding and head are two tensors, or if `state`, about to be loaded, holds two values for them.
+
+    Neither torch nor the loss complains: the head then trains on by itself, or the embedding, loaded first, is lost.
+    """
+    embedding, head = model.token_embedding.weight, model.lm_head.weight
+    if embedding is not head:
+        gap = "" if embedding.is_meta or head.is_meta else f", up to {(embedding - head).abs().max():.3g} apart"
+        raise ValueError(f"the tie is lost: token_embedding.weight and lm_head.weight are two tensors{gap}")
+    both = [state[name] for name in ("token_embedding.weight", "lm_head.weight") if name in (state or {})]
+    if len(both) == 2 and not torch.equal(*both):
+        gap = (both[0] - both[1]).abs().max()
+        raise ValueError(f"one matrix, two values: token_embedding.weight and lm_head.weight are {gap:.3g} apart")
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -266,6 +281,7 @@ class OneGPT(comparison.Experiment):
         return model
 
     def inspect(self, model: nn.Module, corpus: data.Corpus, seed: int) -> dict:
+        check_tie(model)  # after the move to its device and the training
         device = model.token_embedding.weight.device
         prompt = corpus.validation[None, : model.cfg.block_size].to(device)
         draws = torch.Generator(device).manual_seed(seed)

@@ -111,7 +111,7 @@ class SwiGLU(nn.Module):
 
 
 class ModernMLP(gpt.MLP):
-    """Chapter 05's MLP with its activation by name: "gelu" (tanh form) or "relu2" (So et al. 2021)."""
+    """Chapter 05's MLP with its activation by name: "gelu" or "relu2" (So et al. 2021)."""
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
@@ -276,17 +276,16 @@ def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float
     """tensor_stats of the residual stream at its 2L + 1 points, in one forward pass over token ids (B, T).
 
     A point is called by what was last written to the stream. A norm reads the stream there, so a hook on the norm's
-    input catches it, and is gone again when the pass is over.
+    input catches it; the hooks are gone again when the pass is over.
     """
-    readers = {"embedding": model.blocks[0].norm1}
-    for i, block in enumerate(model.blocks):
-        readers[f"blocks.{i}.attn"] = block.norm2
-        readers[f"blocks.{i}.mlp"] = model.blocks[i + 1].norm1 if i + 1 < len(model.blocks) else model.norm_f
+    points = iter(["embedding", *(f"blocks.{i}.{part}" for i in range(model.cfg.n_layers) for part in ("attn", "mlp"))])
+    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm_f]
     stats = {}
-    hooks = [
-        norm.register_forward_pre_hook(lambda _, inputs, point=point: stats.update({point: tensor_stats(inputs[0])}))
-        for point, norm in readers.items()
-    ]
+
+    def keep(norm: nn.Module, inputs: tuple) -> None:
+        stats[next(points)] = tensor_stats(inputs[0])
+
+    hooks = [norm.register_forward_pre_hook(keep) for norm in dict.fromkeys(norms)]
     try:
         model(idx)
     finally:
@@ -367,11 +366,13 @@ def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]
         report.size_and_time_sentence(results, variant, plan.baseline)
         for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")
     ]
-    lessons = "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)
+    blocks, lessons = [table], "\n".join(f"- {sentence}" for sentence in sentences if sentence)
+    if lessons:
+        blocks.append(f"As measured in this run:\n{lessons}")
     seen = [r.history.observations[-1]["step"] for r in results if r.history]
-    if not seen:
-        return [table, lessons]
-    return [table, lessons, f"The residual stream at step {seen[0]}, means over the seeds:", stream_table(results)]
+    if seen:
+        blocks += [f"The residual stream at step {seen[0]}, means over the seeds:", stream_table(results)]
+    return blocks
 
 
 def draw(plan: Plan, results: list[comparison.Result]) -> dict:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -48,17 +49,16 @@ def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float
     """tensor_stats of the residual stream at its 2L + 1 points, in one forward pass over token ids (B, T).
 
     A point is called by what was last written to the stream. A norm reads the stream there, so a hook on the norm's
-    input catches it, and is gone again when the pass is over.
+    input catches it; the hooks are gone again when the pass is over.
     """
-    readers = {"embedding": model.blocks[0].norm1}
-    for i, block in enumerate(model.blocks):
-        readers[f"blocks.{i}.attn"] = block.norm2
-        readers[f"blocks.{i}.mlp"] = model.blocks[i + 1].norm1 if i + 1 < len(model.blocks) else model.norm_f
+    points = iter(["embedding", *(f"blocks.{i}.{part}" for i in range(model.cfg.n_layers) for part in ("attn", "mlp"))])
+    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm_f]
     stats = {}
-    hooks = [
-        norm.register_forward_pre_hook(lambda _, inputs, point=point: stats.update({point: tensor_stats(inputs[0])}))
-        for point, norm in readers.items()
-    ]
+
+    def keep(norm: nn.Module, inputs: tuple) -> None:
+        stats[next(points)] = tensor_stats(inputs[0])
+
+    hooks = [norm.register_forward_pre_hook(keep) for norm in dict.fromkeys(norms)]
     try:
         model(idx)
     finally:

@@ -30,7 +30,7 @@ def gelu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gelu_tanh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tanh form, from when erf was slow (the same paper, section 2): GPT-2's, and another function than gelu."""
+    """The tanh form, from when erf was slow (the same paper, section 2). GPT-2's; chapter 05 uses the exact one."""
     c = math.sqrt(2 / math.pi)
     t = torch.tanh(c * (x + 0.044715 * x**3))
     inner_slope = c * (1 + 3 * 0.044715 * x.square())

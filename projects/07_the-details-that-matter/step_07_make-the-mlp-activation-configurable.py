@@ -62,7 +62,7 @@ class SwiGLU(nn.Module):
 
 
 class ModernMLP(gpt.MLP):
-    """Chapter 05's MLP with its activation by name: "gelu" (tanh form) or "relu2" (So et al. 2021)."""
+    """Chapter 05's MLP with its activation by name: "gelu" or "relu2" (So et al. 2021)."""
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
@@ -136,7 +136,7 @@ def main() -> int:
         mlp = make_mlp(MLPConfig(d_model=12, n_heads=3, mlp_type=mlp_type, d_hidden=17))
         for p in mlp.parameters():
             nn.init.normal_(p, std=0.5, generator=draw)
-        activation = {"gelu": step_06.gelu_tanh, "relu2": step_06.relu2}[mlp_type]
+        activation = {"gelu": step_06.gelu, "relu2": step_06.relu2}[mlp_type]
         reference = F.linear(activation(F.linear(x, mlp.fc.weight, mlp.fc.bias))[0], mlp.proj.weight, mlp.proj.bias)
         checks.close(f"{mlp_type}, 12 -> 17 -> 12", mlp(x), reference, 1e-5)
     unknown = MLPConfig(mlp_type="gleu")

@@ -1,0 +1,66 @@
+"""What the README shows is what a run printed, and what it names exists."""
+
+import json
+import re
+
+import pytest
+
+from shared import chapters, cli
+
+ROOT = chapters.PROJECTS.parent
+READMES = [ROOT / "README.md", *sorted(chapters.PROJECTS.glob("*/README.md"))]
+BUILDS = sorted(chapters.PROJECTS.glob("*/build.py"))
+
+
+def test_the_table_is_the_expected_runs_own():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    log = (chapters.chapter_folder(7) / "expected" / "run_log.txt").read_text(encoding="utf-8")
+    table = [line for line in log.splitlines() if line.startswith(("norm  ", "-----", "LayerNorm  ", "RMSNorm  "))]
+    assert len(table) == 6
+    for line in table:
+        assert f"    {line}\n" in readme, line
+
+
+def test_expected_results_are_of_a_default_tiny_run_with_this_corpus():
+    from shared import data
+
+    sha = data.load_corpus("docs", "char", 32).sha256
+    for build in BUILDS:
+        path = build.parent / "expected" / "results.json"
+        if path.exists():
+            record = json.loads(path.read_text(encoding="utf-8"))
+            assert record["complete"] and record["settings"]["preset"] == "tiny", path
+            assert record["settings"]["corpus"]["sha256"] == sha, path
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_every_picture_link_and_script_exists(readme):
+    text = readme.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert (readme.parent / target).exists(), target
+    for script in re.findall(r"projects/\S+?\.py", text):
+        assert (ROOT / script).exists(), script
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([a-z]+)\b", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_flag_that_the_readme_names_is_one():
+    flags = {flag for action in cli.build_parser("")._actions for flag in action.option_strings}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert named - {"--index-url", "--no-deps"} <= flags
+
+
+def test_the_top_level_holds_what_it_should():
+    import subprocess
+
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} <= {
+        "projects", "shared", "tests", "Makefile", "requirements.txt", "README.md"
+    }  # fmt: skip
