@@ -10,11 +10,12 @@ It prints some texts as tokens and the bytes that no token says, and holds the t
 follows the file's list of merges, and the chat to the template in the file.
 """
 
+import re
 import sys
+import unicodedata
 from pathlib import Path
 
 import jinja2  # torch brings it
-import regex  # tiktoken brings it
 import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
@@ -52,12 +53,16 @@ class Tokenizer:
         )
         if kind != "gpt2" or pattern not in PATTERNS:
             raise file.refusal(f"its tokenizer is {kind} {pattern}, and we know gpt2 with {' or '.join(PATTERNS)}")
+        if not (tokens and merges and marks and len(marks) == len(tokens)):
+            raise file.refusal("its metadata holds no whole vocabulary: tokens, their types and merges")
         letters, self.n_tokens = byte_letters(), len(tokens)
         self.special = {token: i for i, token in enumerate(tokens) if marks[i] != NORMAL}
         ids = {token: i for i, token in enumerate(tokens) if marks[i] == NORMAL}
-        made = [ids[merge.replace(" ", "")] for merge in merges]
-        if made != sorted(made):  # tiktoken merges in the order of the ids, so that must be the merges' order
+        made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
+        if -1 in made or made != sorted(made):  # tiktoken merges in the order of the ids
             raise file.refusal("its tokens are not numbered in the order of their merges")
+        if unknown := set("".join(ids)) - letters.keys():
+            raise file.refusal(f"its tokens hold letters that stand for no byte: {''.join(sorted(unknown)[:9])}")
         ranks = {bytes(letters[letter] for letter in token): i for token, i in ids.items()}
         self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ranks]
         # tiktoken would crash on a byte without a token: these get numbers past the end, which encode() looks for.
@@ -84,11 +89,12 @@ class Tokenizer:
 
 
 def merge_by_list(text: str, merges: list[str]) -> list[str]:
-    """The reference: digits split off, then GPT-2's pattern, then in each word the earliest merge until none fits."""
+    """The reference: digits apart, then GPT-2's words, then in each word the earliest merge until none fits."""
     order, tokens = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}, []
     letters = {byte: letter for letter, byte in byte_letters().items()}
-    for piece in regex.split(r"(\p{N})", text):
-        for word in regex.findall(PATTERNS["gpt-2"], piece):
+    apart = "".join(f"\0{c}\0" if unicodedata.category(c)[0] == "N" else c for c in text)
+    for piece in filter(None, apart.split("\0")):
+        for word in re.findall(r"'(?:[sdmt]|ll|ve|re)| ?[^\W_]+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+", piece):
             parts = [letters[byte] for byte in word.encode("utf-8")]
             while pairs := [(order[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in order]:
                 _, i = min(pairs)
