@@ -61,19 +61,20 @@ def carry_out(
 def train_all(experiment: type[Experiment], plan: Plan, results: list[Result]) -> None:
     """Append each run's result to `results` as it finishes, under a live display."""
     workers = min(plan.options.workers, plan.n_runs)
-    estimated = plan.options.preset == "tiny" or plan.options.device != "cpu"
+    timing = plan.options.preset == "full" and plan.options.device == "cpu"
     with console.RunProgress(plan.n_runs) as progress:
+        if timing:
+            progress.say("This is the preset for a GPU, and no GPU is in use. Timing the first steps ...")
 
         def on_report(run: Run, done: int, loss: float, ms_per_step: float) -> None:
-            nonlocal estimated
+            nonlocal timing
             progress.update(str(run), done, plan.training.steps, f"loss {loss:.3f}  {ms_per_step:.0f} ms/step")
-            if not estimated:
-                estimated = True
+            if timing:
+                timing = False
                 hours = plan.n_runs * plan.training.steps * ms_per_step / workers / 3.6e6
                 progress.say(
-                    f"This is the preset for a GPU, and no GPU is in use: at {ms_per_step / 1e3:.1f} s a step the "
-                    f"{plan.n_runs} runs of {plan.training.steps:,} steps will take about {duration(hours)}. "
-                    f"Ctrl-C stops; finished runs are kept."
+                    f"At {ms_per_step / 1e3:.2g} s a step, {plan.n_runs} runs of {plan.training.steps:,} steps will "
+                    f"take about {duration(hours)}. Ctrl-C stops; finished runs are kept."
                 )
 
         for result in comparison.run_all(

@@ -143,7 +143,9 @@ def quiz(case: Case, seed: int | None, answer: str | None) -> int:
         mine, theirs = case.vitals(healthy), case.vitals(broken)
         console.say(Table(["vital sign", "healthy", "damaged"], [[name, mine[name], theirs[name]] for name in mine]))
         show_samples(case, healthy, broken)
-        console.say("\nSuspects: " + ", ".join(sabotage.name for sabotage in case.sabotages))
+        console.say(
+            "\nSuspects (--list says what each would do): " + ", ".join(sabotage.name for sabotage in case.sabotages)
+        )
         guess = ask(case, broken)
     if guess is None:
         console.say(f"\nTo answer: python {Path(sys.argv[0]).name} --quiz --seed {seed} --answer NAME")

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from shared.data import Corpus, all_windows, sample_batch
 from shared.randomness import generator
 
-FIRST_REPORT = 3  # steps before the first look at the losses, from which a long run is estimated
+FIRST_REPORT = 2  # steps before the first look at the losses, from which a long run is estimated
 REPORT_EVERY = 10  # steps between two looks; each look waits for a GPU
 EVAL_BATCH = 64  # windows at a time when the validation part is read; more spill a core's cache
 

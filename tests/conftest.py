@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # two OpenMP threads on two busy cores are far slower than one
 
 from shared import chapters
+from shared.instruments import Reading, examine
+from shared.kernels import fastest_float32
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +28,25 @@ def gpt() -> ModuleType:
 def modern() -> ModuleType:
     """Chapter 07's build.py."""
     return chapters.load_build(7)
+
+
+@pytest.fixture(scope="session")
+def examined():
+    """What all instruments of a break_it.py read: examined(path) of the healthy patient of seed 1, examined(path, name)
+    after the sabotage of that name. Each is examined once in a session."""
+    known = {}
+
+    def readings(path: Path, name: str | None = None) -> dict[str, Reading]:
+        if (path, name) not in known:
+            case = chapters.load_file(path).CASE
+            patient = case.healthy(1)
+            if name is not None:
+                patient = next(s for s in case.sabotages if s.name == name).damage(patient)
+            with fastest_float32():
+                known[path, name] = examine(case, patient)
+        return known[path, name]
+
+    return readings
 
 
 @pytest.fixture

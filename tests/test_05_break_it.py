@@ -1,36 +1,28 @@
 """What chapter 05's sabotages say beyond their own instrument: loud or silent, and what the numbers do."""
 
+import json
 import math
+import re
 
 import pytest
 import torch
 
 from shared import chapters
-from shared.instruments import examine
-from shared.kernels import fastest_float32
 
-break_it = chapters.load_file(chapters.chapter_folder(5) / "break_it.py")
+FOLDER = chapters.chapter_folder(5)
+break_it = chapters.load_file(FOLDER / "break_it.py")
 SABOTAGES = {sabotage.name: sabotage for sabotage in break_it.CASE.sabotages}
 
 
-@pytest.fixture(scope="module")
-def healthy():
-    with fastest_float32():
-        return examine(break_it.CASE, break_it.healthy(1))
+@pytest.fixture
+def healthy(examined):
+    return examined(FOLDER / "break_it.py")
 
 
-@pytest.fixture(scope="module")
-def broken():
-    """name -> readings; each sabotage is carried out once."""
-    known = {}
-
-    def readings(name):
-        if name not in known:
-            with fastest_float32():
-                known[name] = examine(break_it.CASE, SABOTAGES[name].damage(break_it.healthy(1)))
-        return known[name]
-
-    return readings
+@pytest.fixture
+def broken(examined):
+    """A sabotage's name -> what the instruments read after it."""
+    return lambda name: examined(FOLDER / "break_it.py", name)
 
 
 def test_the_ten_of_the_chapter():
@@ -83,3 +75,44 @@ def test_damage_leaves_the_patient_as_it_was():
         damaged = sabotage.damage(patient)
         assert damaged is not patient and damaged.seed == patient.seed and damaged.start == patient.start
         assert "trained" not in vars(damaged)  # nothing that was measured on the healthy one
+
+
+# ---------------------------------------------------------------- what the README shows
+
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def numbers_in(cell: str) -> list[float]:
+    """ "2.34 (2.37)" -> [2.34, 2.37]; "10 %" -> [0.1]; "107,200" -> [107200.0]."""
+    found = re.findall(r"[\d.]+(?:,\d{3})*(?:e-\d+)?", cell)
+    return [float(text.replace(",", "")) / (100 if "%" in cell else 1) for text in found]
+
+
+def test_the_table_of_the_readme_is_what_the_instruments_read(healthy, broken):
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in README.splitlines()
+        if line.startswith("| ") and re.search(r"\| (silent|loud) \|", line)
+    ]
+    assert len(rows) == len(SABOTAGES)
+    for row, (name, sabotage) in zip(rows, SABOTAGES.items()):
+        assert (row[1] == "loud") == sabotage.loud, name
+        for cell, readings in zip(row[3:], (healthy, broken(name))):
+            number = readings[sabotage.instrument].number
+            if name == "no-positions":  # rounding noise: its power of ten is all there is to it
+                assert abs(math.log10(numbers_in(cell)[0] / number)) < 0.7, (name, cell, number)
+            elif name == "copied-head":
+                assert f"{numbers_in(cell)[0]:,.0f} parameters" in readings["tie"].text
+            else:
+                assert numbers_in(cell)[0] == pytest.approx(number, rel=0.05, abs=0.02), (name, cell, number)
+
+
+def test_the_readme_gives_the_expected_runs_loss():
+    results = json.loads((FOLDER / "expected" / "results.json").read_text(encoding="utf-8"))
+    assert f"ends at {results['variants'][0]['validation_loss']['mean']:.3f} on text" in README
+
+
+def test_the_readme_names_every_step():
+    steps = [step.stem.removeprefix("step_").replace("_", " ", 1) for step in sorted(FOLDER.glob("step_*.py"))]
+    named = re.findall(r"^\| (\d\d [a-z0-9-]+) \|", README, re.MULTILINE)
+    assert named == steps

@@ -245,6 +245,18 @@ def test_every_matrix_that_writes_into_the_stream_is_scaled(gpt, modern, n_layer
             assert p.std().item() == pytest.approx(wanted, rel=0.05), name
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_the_first_loss_cannot_tell_whether_the_writers_are_scaled(gpt, scaled):
+    """The last norm hides the stream's size, so the law holds at 48 layers either way."""
+    model = gpt.GPT(gpt.GPTConfig(n_layers=48, d_model=128), 512)
+    gpt.init_parameters(model, 1)
+    with torch.no_grad():
+        for module in model.modules():
+            if not scaled and isinstance(module, gpt.ResidualWriter):
+                module.weight *= math.sqrt(2 * 48)
+    assert first_loss(model, 512)[0] == pytest.approx(math.log(512) + 128 * 0.02**2 / 2, abs=0.03)
+
+
 @torch.no_grad()
 def growth(gpt, modern, n_layers, scaled, seed):
     """RMS of the stream behind the last layer over that before the first: RMSNorm, SwiGLU, RoPE, d 128, 256 tokens."""

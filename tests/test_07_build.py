@@ -176,7 +176,7 @@ def test_the_full_path_runs_on_a_cpu_and_says_what_it_will_cost(small, tmp_path,
     assert small.main([*flags, "--output-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("This is the preset for a GPU, and no GPU is in use") == 1
-    assert "8 runs of 3 steps will take about" in out and "bpe4k, 4,096 kinds" in out
+    assert "s a step, 8 runs of 3 steps will take about" in out and "bpe4k, 4,096 kinds" in out
     assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["settings"]["preset"] == "full"
 
 

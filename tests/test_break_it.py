@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from shared import chapters
-from shared.instruments import Case, Outcome, examine
+from shared.instruments import Case, Outcome
 from shared.kernels import fastest_float32
 
 FILES = sorted(chapters.PROJECTS.glob("*/break_it.py"))
-SEED = 1
 
 
 def case_of(path) -> Case:
@@ -24,34 +23,18 @@ SABOTAGES = [
 EACH_CHAPTER = pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 
 
-@pytest.fixture(scope="module")
-def healthy_readings():
-    """path -> what every instrument reads on the healthy patient; each patient is examined once."""
-    known = {}
-
-    def readings(path):
-        if path not in known:
-            with fastest_float32():
-                known[path] = examine(case_of(path), case_of(path).healthy(SEED))
-        return known[path]
-
-    return readings
-
-
 @EACH_CHAPTER
-def test_the_healthy_model_leaves_every_light_green(path, healthy_readings):
-    red = {name: reading.text for name, reading in healthy_readings(path).items() if not reading.green}
+def test_the_healthy_model_leaves_every_light_green(path, examined):
+    red = {name: reading.text for name, reading in examined(path).items() if not reading.green}
     assert not red
 
 
 @pytest.mark.parametrize(("path", "sabotage"), SABOTAGES)
-def test_each_sabotage_turns_on_its_own_light_and_only_those_foretold(path, sabotage, healthy_readings):
-    case = case_of(path)
-    with fastest_float32():
-        broken = examine(case, sabotage.damage(case.healthy(SEED)))
-    outcome = Outcome(sabotage, healthy_readings(path), broken)
-    assert outcome.tripped == sabotage.trips, {name: reading.text for name, reading in broken.items()}
-    assert outcome.came_true, (outcome.healthy[sabotage.instrument], broken[sabotage.instrument])
+def test_each_sabotage_turns_on_its_own_light_and_only_those_foretold(path, sabotage, examined):
+    outcome = Outcome(sabotage, examined(path), examined(path, sabotage.name))
+    own = sabotage.instrument
+    assert outcome.tripped == sabotage.trips, {name: reading.text for name, reading in outcome.broken.items()}
+    assert outcome.came_true, (outcome.healthy[own], outcome.broken[own])
 
 
 @EACH_CHAPTER
@@ -85,7 +68,7 @@ def test_the_line_that_is_damaged_stands_in_the_code(path):
 def test_the_quiz_shows_the_same_signs_of_both(path):
     case = case_of(path)
     with fastest_float32():
-        patient = case.healthy(SEED)
+        patient = case.healthy(1)
         signs = case.vitals(patient)
         for sabotage in case.sabotages[:2]:
             assert list(case.vitals(sabotage.damage(patient))) == list(signs)

@@ -110,7 +110,7 @@ def main() -> int:
     console.say(
         f"The stream's end over its start, the first block's gradient over the last's; mean of {len(SEEDS)} seeds:"
     )
-    console.say(console.Table(["layers", "stream, scaled", "not", "gradient, scaled", "not"], rows))
+    console.say(console.Table(["layers", "stream, scaled", "unscaled", "gradient, scaled", "unscaled"], rows))
 
     for scaled, low, high in ((True, 0.9, 1.1), (False, 4.0, 12.0)):
         ratio = comparison.interval([deep / flat for deep, flat in zip(growth[scaled, 100], growth[scaled, 2])])
