@@ -10,6 +10,7 @@ import gguf
 import jinja2
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shared import chapters
 from shared.errors import UserError
@@ -190,10 +191,10 @@ def test_windows_are_read_one_by_one_and_every_token_counts_once(real, small_mod
 
 
 def test_fast_gives_the_settings_back(real, loaded):
-    before = torch.get_float32_matmul_precision(), torch.backends.cuda.math_sdp_enabled()
+    before = torch.get_float32_matmul_precision(), F.scaled_dot_product_attention
     with pytest.raises(KeyError), real.step_05.fast(loaded[2]):
         raise KeyError
-    assert (torch.get_float32_matmul_precision(), torch.backends.cuda.math_sdp_enabled()) == before
+    assert (torch.get_float32_matmul_precision(), F.scaled_dot_product_attention) == before
 
 
 # ---------------------------------------------------------------- conversation
