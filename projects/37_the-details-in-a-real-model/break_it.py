@@ -419,10 +419,9 @@ def draw(outcomes: list[Outcome]):
     for row, (outcome, factor) in enumerate(zip(ordered, factors)):
         loud = outcome.sabotage.loud
         length = max(min(factor, end), 1.004)  # a sliver for what does nothing
-        hatch = "//" if math.isinf(factor) else None
-        axes.barh(
-            row, length - 1, left=1, color=figures.COLOURS[1 if loud else 0], edgecolor="w", height=0.7, hatch=hatch
-        )
+        bar = axes.barh(row, length - 1, left=1, color=figures.COLOURS[1 if loud else 0], height=0.7)
+        if math.isinf(factor):
+            bar[0].set(hatch="//", edgecolor="w")
         axes.annotate(times(factor), (length, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(range(len(ordered)), [outcome.sabotage.name for outcome in ordered], fontsize=9)
     axes.set(xscale="log", xlim=(1, 300 * end), xlabel="times the healthy perplexity", ylim=(len(ordered) - 0.4, -0.6))

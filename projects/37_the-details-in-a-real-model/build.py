@@ -340,7 +340,7 @@ def setting(file, model: CachedGPT, text: str, options: argparse.Namespace) -> t
         f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} query heads on {cfg.n_kv_heads} keys and values\n"
         f"from    {file.path.name}, {len(file.raw):,} bytes, SHA-256 {hashes['weights_sha256']}\n"
         f"text    {options.data or 'documentation of torch'}, SHA-256 {hashes['text_sha256']}\n"
-        f"device  {options.device}, {torch.get_num_threads()} threads, float32"
+        f"device  {options.device}, threads: {torch.get_num_threads()}, float32"
     )
     return words, hashes
 
