@@ -39,7 +39,7 @@ class Sabotage:
     after: str  # and what it becomes
     predicts: str  # the symptom, stated before the run
     explains: str  # why it comes, shown after the run
-    loud: bool  # would someone who watches nothing but the training loss be alarmed?
+    loud: bool  # would someone who watches nothing but Case.watched be alarmed?
     instrument: str  # the name of the instrument that shows the symptom
     damage: Callable[[Patient], Patient]
     also_trips: tuple[str, ...] = ()  # every further instrument that turns red
@@ -62,6 +62,8 @@ class Case:
     vitals: Callable[[Patient], dict[str, str]]  # for the quiz: {what: value}, such as the loss at some steps
     sample: Callable[[Patient], str] | None = None  # text that the trained model wrote, or what else it does:
     does: str = "writes"  # the verb that leads to it, after "the healthy one"
+    watched: str = "the training loss"  # what is all that anybody looks at, when damage counts as loud or silent
+    premise: str = "from seed {seed}, on the same batches"  # what healthy and broken have in common
 
 
 @dataclass(frozen=True)

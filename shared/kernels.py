@@ -52,9 +52,14 @@ def onednn_is_float32() -> bool:
 
 
 def without_onednn(attention: Callable) -> Callable:
-    """torch's attention, run by MKL forward and backward: it multiplies many tiny blocks, at which oneDNN is slow."""
+    """torch's attention, run by MKL forward and backward: it multiplies many tiny blocks, at which oneDNN is slow.
+
+    Where a long text is only read, the blocks are no longer tiny, and oneDNN keeps it.
+    """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if q.shape[-2] > 512 and not torch.is_grad_enabled():
+            return attention(q, k, v, *args, **kwargs)
         torch.set_float32_matmul_precision("highest")
         y = attention(q, k, v, *args, **kwargs)
         torch.set_float32_matmul_precision("medium")

