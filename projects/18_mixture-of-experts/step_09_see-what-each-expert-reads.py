@@ -114,7 +114,7 @@ def load_figure(results: list[Result]) -> dict:
         for n in sorted({0, len(seen[0]["loads"]) - 1}) if seen else []:
             line = (f"layer {n + 1}", [o["step"] for o in seen], [o["loads"][n] for o in seen])
             panels.setdefault(result.run.variant, []).append(line)
-    title = "Load by expert over training, one band for each expert; bands of one height are perfect balance"
+    title = "Load by expert over training, first seed; bands of one height are perfect balance"
     return {"expert_load.png": figures.shares(panels, "step", "part of the load", title)} if panels else {}
 
 
