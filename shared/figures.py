@@ -135,3 +135,24 @@ def hidden_states(plan: Plan, results: list[Result]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("what was last added to the stream", fontsize=10)
     return figure
+
+
+def shares(panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x: str, y: str, title: str) -> Figure:
+    """A grid of stacked parts of 1: one column for each entry of panels, with its (name, xs, parts at each x) below
+    each other. Parts of equal size show as bands of equal height."""
+    rows = max(len(column) for column in panels.values())
+    figure = new_figure(2.2 * len(panels) + 0.6, 1.9 * rows + 0.8)
+    grid = figure.subplots(rows, len(panels), squeeze=False, sharex=True, sharey=True)
+    for axes_column, (name, column) in zip(grid.T, panels.items()):
+        axes_column[0].set_title(name, fontsize=10)
+        for axes, (label, xs, parts) in zip(axes_column, column):
+            bands = list(zip(*parts, strict=True))
+            colours = [COLOURS[i % (len(COLOURS) - 1)] for i in range(len(bands))]  # without the black
+            axes.stackplot(xs, bands, colors=colours, edgecolor="white", linewidth=0.5)
+            axes.margins(0)
+            axes.spines[["top", "right"]].set_visible(False)
+            if axes in grid[:, 0]:
+                axes.set_ylabel(f"{label}: {y}", fontsize=9)
+    figure.supxlabel(x, fontsize=10)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure

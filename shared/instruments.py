@@ -60,7 +60,8 @@ class Case:
     instruments: tuple[Instrument, ...]
     sabotages: tuple[Sabotage, ...]  # the chapter's own first
     vitals: Callable[[Patient], dict[str, str]]  # for the quiz: {what: value}, such as the loss at some steps
-    sample: Callable[[Patient], str] | None = None  # for the quiz: text that the trained model wrote
+    sample: Callable[[Patient], str] | None = None  # text that the trained model wrote, or what else it does:
+    does: str = "writes"  # the verb that leads to it, after "the healthy one"
     watched: str = "the training loss"  # what is all that anybody looks at, when damage counts as loud or silent
     premise: str = "from seed {seed}, on the same batches"  # what healthy and broken have in common
 

@@ -160,8 +160,8 @@ def quiz(case: Case, seed: int | None, answer: str | None) -> int:
 
 def show_samples(case: Case, healthy: Patient, broken: Patient) -> None:
     if case.sample:
-        console.say(f"\nthe healthy one writes:\n{lines('  | ', case.sample(healthy))}")
-        console.say(f"\nthe damaged one writes:\n{lines('  | ', case.sample(broken))}")
+        console.say(f"\nthe healthy one {case.does}:\n{lines('  | ', case.sample(healthy))}")
+        console.say(f"\nthe damaged one {case.does}:\n{lines('  | ', case.sample(broken))}")
 
 
 def ask(case: Case, broken: Patient) -> Sabotage | None:

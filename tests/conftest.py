@@ -67,3 +67,11 @@ def run_script(tmp_path):
         return done.returncode, done.stdout, done.stderr
 
     return run
+
+
+@pytest.fixture(scope="session")
+def sparse():
+    """Chapter 18's build.py."""
+    from shared import chapters
+
+    return chapters.load_build(18)

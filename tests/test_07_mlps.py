@@ -109,6 +109,12 @@ def test_plain_mlps_forward_and_gradients(modern, mlp_type, d_hidden, shape):
         assert (mine - theirs).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("d_hidden", [None, 17])
+def test_an_mlp_without_biases_has_none(modern, d_hidden):
+    mlp = modern.make_mlp(config(modern, mlp_type="relu2", d_hidden=d_hidden, bias=False))
+    assert [name for name, _ in mlp.named_parameters()] == ["fc.weight", "proj.weight"]
+
+
 def test_the_8_3_rule(modern):
     count = modern.gpt.count_parameters
     assert modern.swiglu_hidden(768) == 2048 and count(modern.SwiGLU(768)) == 3 * 768 * 2048 == 8 * 768**2 == 4_718_592
@@ -198,10 +204,11 @@ def test_the_router_is_float32_in_a_bfloat16_model_and_under_autocast(modern):
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(moe.route(tokens)[0], expected)
         assert moe(tokens).isfinite().all()
-    narrow = moe.bfloat16()
-    assert (
-        narrow.route(tokens.bfloat16())[0].dtype == torch.float32 and narrow(tokens.bfloat16()).dtype == torch.bfloat16
-    )
+    narrow, tokens = moe.bfloat16(), tokens.bfloat16()
+    logits = tokens.float() @ narrow.router.weight.float().T
+    gates, _ = narrow.route(tokens)
+    assert gates.dtype == torch.float32 and narrow(tokens).dtype == torch.bfloat16
+    assert torch.allclose(gates, logits.topk(2).values.softmax(-1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n_experts", "top_k"), [(4, 5), (4, 0), (0, 1)])

@@ -15,8 +15,10 @@ BUILDS = sorted(chapters.PROJECTS.glob("*/build.py"))
 def test_the_table_is_the_expected_runs_own():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     log = (chapters.chapter_folder(7) / "expected" / "run_log.txt").read_text(encoding="utf-8")
-    table = [line for line in log.splitlines() if line.startswith(("norm  ", "-----", "LayerNorm  ", "RMSNorm  "))]
-    assert len(table) == 6
+    lines = log.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("norm  "))
+    table = lines[start : start + 6]  # headers, rule, four variants
+    assert table[2].startswith("LayerNorm") and table[5].startswith("RMSNorm")
     for line in table:
         assert f"    {line}\n" in readme, line
 
@@ -26,11 +28,10 @@ def test_expected_results_are_of_a_default_tiny_run_with_this_corpus():
 
     sha = data.load_corpus("docs", "char", 32).sha256
     for build in BUILDS:
-        path = build.parent / "expected" / "results.json"
-        if path.exists():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            assert record["complete"] and record["settings"]["preset"] == "tiny", path
-            assert record["settings"]["corpus"]["sha256"] == sha, path
+        record = json.loads((build.parent / "expected" / "results.json").read_text(encoding="utf-8"))
+        if "runs" in record:  # a chapter that trains
+            assert record["complete"] and record["settings"]["preset"] == "tiny", build
+            assert record["settings"]["corpus"]["sha256"] == sha, build
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
@@ -49,7 +50,10 @@ def test_every_picture_link_and_script_exists(readme):
 def test_every_flag_that_the_readme_names_is_one():
     flags = {flag for action in cli.build_parser("")._actions for flag in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert named - {"--index-url", "--no-deps"} <= flags
+    flags |= set(
+        re.findall(r'add_argument\("(--[a-z-]+)"', (ROOT / "shared" / "sabotage.py").read_text(encoding="utf-8"))
+    )
+    assert named - {"--index-url", "--no-deps"} <= flags  # those two are pip's
 
 
 def test_the_top_level_holds_what_it_should():

@@ -105,7 +105,7 @@ def learning(patient: Patient) -> Reading:
 def evaluation(patient: Patient) -> Reading:
     """The validation loss of the trained weights, when training ended and as the code stands now."""
     before, after = patient.history.validation_loss, training.evaluate(patient.trained, corpus().validation, SETTINGS)
-    return Reading(f"{before:.2f} then, {after:.2f} now", abs(after - before) < 0.01, after - before)
+    return Reading(f"{before:.3f} then, {after:.3f} now", abs(after - before) < 0.05, after - before)
 
 
 def causality(patient: Patient) -> Reading:
@@ -461,9 +461,9 @@ SABOTAGES = (
         after='return make_norm("layernorm" if layer < cfg.n_layers // 2 else "rmsnorm", cfg.d_model, cfg.norm_eps)',
         predicts="nothing that the loss would show; but add a constant to the stream, and half of the layers notice",
         explains="Each norm hands its reader vectors of unit size, and the reader's matrix learns whatever is left: "
-        "LayerNorm takes the mean out, RMSNorm leaves it, and a stream of 64 channels has little of itself in that "
-        "one direction. So mixing them costs nothing here, and that is the honest result. It is a model whose layers "
-        "follow two laws all the same, which whoever exports it, or loads other weights into it, will pay for.",
+        "LayerNorm takes the mean out, one direction of 64, and RMSNorm leaves it. So mixing them moves the loss by "
+        "less than another start would, and that is the honest result. It is a model whose layers follow two laws all "
+        "the same, which whoever exports it, or loads other weights into it, will pay for.",
         loud=False,
         instrument="shift",
         damage=partial(replace, model_class=MixedGPT),
@@ -568,9 +568,10 @@ SABOTAGES = (
         name="gelu-for-silu",
         before=GATED,
         after="return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))",
-        predicts="exchanged after training, gate 2 and up 3 give 5.86, not 5.28, and the loss doesn't move by 0.01",
-        explains="The two curves are close where this small model works, and 0.01 nats is less than a seed is worth. "
-        "A larger model trained for longer relies on the difference: chapter 37 measures it in a real one.",
+        predicts="exchanged after training, gate 2 and up 3 give 5.86, not 5.28, and the loss hardly moves",
+        explains="The two curves are close where this small model works: compare the two numbers of `evaluation`, and "
+        "what a seed is worth in `training-loss`. A larger model, trained for longer, relies on the difference: "
+        "chapter 37 measures it in a real one.",
         loud=False,
         instrument="activation",
         damage=partial(replace, later_class=with_swiglu(GEGLU)),
@@ -580,7 +581,7 @@ SABOTAGES = (
         name="unfair-width",
         before="return SwiGLU(cfg.d_model, cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of))",
         after="return SwiGLU(cfg.d_model, cfg.d_hidden or 4 * cfg.d_model)",
-        predicts="an MLP half as large again as the one that it is compared with, and nothing to be seen in the loss",
+        predicts="an MLP half as large again as the one that it is compared with, and a loss that raises no alarm",
         explains="Three matrices of C x 4C against two: whatever is gained by that is gained by 50 % more parameters "
         "and FLOPs, and would be written down as SwiGLU's. The 8/3 rule makes the comparison fair.",
         loud=False,
@@ -624,8 +625,8 @@ SABOTAGES = (
         after="inverse_frequency = (base ** (-torch.arange(0, head_dim, 2) / head_dim)).bfloat16()",
         predicts="at position 1,000 a query is off by more than 1 % of its length; at the 32 trained on, nothing shows",
         explains="bfloat16 keeps 8 bits, so a frequency is wrong by up to 0.2 %, and the angle by that much of itself: "
-        "nothing at position 3, a radian or more at 1,000. It happens when `model.bfloat16()` finds the frequencies "
-        "in a buffer. Queries and keys are off alike, so even scores still depend on the distance alone.",
+        "nothing at position 3, a visible part of a turn at 1,000. It happens when `model.bfloat16()` finds the "
+        "frequencies in a buffer. Queries and keys are off alike, so even scores still depend on the distance alone.",
         loud=False,
         instrument="far",
         damage=partial(replace, model_class=with_attention(CoarseFrequencyAttention)),
@@ -675,10 +676,11 @@ SABOTAGES = (
         name="wrong-axis-norm",
         before=STATISTIC,
         after="scale = torch.rsqrt((wide * wide).mean(-2, keepdim=True) + self.eps)",
-        predicts="a statistic over positions sees the future; training and validation loss look fine, or better",
+        predicts="a statistic over positions sees the future, and neither training nor validation loss shows anything",
         explains="Every position is divided by a number in which all later positions have a part. The mask inside "
         "attention can't stop what happens before it. In training and in validation the future is there to be peeked "
-        "at; when the model generates, it isn't.",
+        "at; when the model generates, it isn't. A small model may not have learned to peek yet. It is no causal "
+        "model all the same.",
         loud=False,
         instrument="causality",
         damage=partial(replace, model_class=with_rmsnorm(NormOverPositions)),

@@ -215,8 +215,7 @@ class RotaryAttention(gpt.CausalSelfAttention):
     def _apply(self, fn, recurse=True):
         """The tables follow the model to its device but never its dtype: `.bfloat16()` leaves them float32."""
         super()._apply(fn, recurse)
-        device = self.qkv.weight.device
-        self.cos, self.sin = build_rope_cache(self.block_size, self.head_dim, device, self.rope_base)
+        self.cos, self.sin = build_rope_cache(self.block_size, self.head_dim, self.qkv.weight.device, self.rope_base)
         return self
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

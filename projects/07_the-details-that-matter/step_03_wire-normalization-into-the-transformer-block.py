@@ -91,9 +91,8 @@ def check_block(checks: Checks, block_class: type, name: str) -> None:
     ours, draw = block_class(cfg), generator(1, "step_03", "block")
     for p in ours.parameters():
         nn.init.normal_(p, std=0.3, generator=draw)
-    gelu = partial(F.gelu, approximate="tanh")
     norm_first = block_class is NormBlock
-    theirs = nn.TransformerEncoderLayer(12, 3, 48, 0.0, gelu, 1e-5, batch_first=True, norm_first=norm_first)
+    theirs = nn.TransformerEncoderLayer(12, 3, 48, 0.0, F.gelu, 1e-5, batch_first=True, norm_first=norm_first)
     order = [*ours.attn.parameters(), *ours.mlp.parameters(), *ours.norm1.parameters(), *ours.norm2.parameters()]
     theirs.load_state_dict(dict(zip(theirs.state_dict(), order, strict=True)))
     x, dy = torch.randn(2, 5, 7, 12, generator=draw)

@@ -47,22 +47,19 @@ def loss_table(results: list[comparison.Result]) -> console.Table:
     return console.Table(["norm", "parameters", "validation loss", "difference to layernorm", "verdict"], rows)
 
 
-def final_stream(results: list[comparison.Result]) -> console.Table:
-    """A row per point of the stream: std and kurtosis after the last step, means over the seeds."""
+def final_stream(results: list[comparison.Result], statistic: str, power: float = 1.0) -> console.Table:
+    """One statistic of the stream after the last step: a row per point, a column per norm, means over the seeds."""
 
-    def mean(norm_type: str, point: str, power: float, statistic: str) -> float:
+    def mean(norm_type: str, point: str) -> float:
         return comparison.mean_of(
             results, norm_type, lambda r: r.history.observations[-1]["stream"][point][statistic] ** power
         )
 
     rows = [
-        [point]
-        + [f"{mean(norm_type, point, 0.5, 'var'):.3f}" for norm_type in step_03.NORM_TYPES]
-        + [f"{mean(norm_type, point, 1, 'kurtosis'):.2f}" for norm_type in step_03.NORM_TYPES]
+        [point, *(f"{mean(norm_type, point):.3f}" for norm_type in step_03.NORM_TYPES)]
         for point in results[0].history.observations[-1]["stream"]
     ]
-    headers = [f"{norm_type} {what}" for what in ("std", "kurtosis") for norm_type in step_03.NORM_TYPES]
-    return console.Table(["stream after", *headers], rows)
+    return console.Table(["stream after", *step_03.NORM_TYPES], rows)
 
 
 def main() -> int:
@@ -75,9 +72,10 @@ def main() -> int:
     )
     console.say()
     console.say(loss_table(results))
-    console.say("\nThe residual stream after training:")
-    console.say()
-    console.say(final_stream(results))
+    for what, statistic, power in (("Std", "var", 0.5), ("Kurtosis", "kurtosis", 1.0)):
+        console.say(f"\n{what} of the residual stream after training:")
+        console.say()
+        console.say(final_stream(results, statistic, power))
 
     checks = Checks()
     by_run = {(r.run.variant, r.run.seed): r for r in results}
