@@ -22,6 +22,7 @@ def claim_folder(folder: Path) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` by `content` in one step: a reader sees the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it was there before the training, but that is a while ago
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,6 +1,7 @@
 """The flags that every chapter's build.py shares, and the errors a person gets for wrong ones."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -48,11 +49,13 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=natural, metavar="N", help="training steps of each run")
     parser.add_argument("--seed", type=natural, metavar="N", default=1, help="the first seed (default 1)")
     parser.add_argument("--seeds", type=natural, metavar="N", help="how many seeds, counting up from --seed")
-    parser.add_argument("--data", metavar="PATH", help="a UTF-8 text file, or a folder of them, to train on instead")
+    parser.add_argument(
+        "--data", type=not_empty, metavar="PATH", help="a UTF-8 text file, or a folder of them, to train on instead"
+    )
     parser.add_argument("--tokenizer", choices=data.TOKENIZERS, help="how text becomes tokens")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     parser.add_argument("--workers", type=natural, metavar="N", help="processes (default: one per core; GPU: 1)")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="where results go (default: outputs/ here)")
+    parser.add_argument("--output-dir", type=not_empty, metavar="DIR", help="where results go (default: outputs/ here)")
     return parser
 
 
@@ -72,8 +75,15 @@ def parse(description: str, argv: list[str] | None, default_output_dir: Path) ->
         tokenizer=args.tokenizer,
         device=device,
         workers=args.workers or (usable_cores() if device == "cpu" else 1),
-        output_dir=args.output_dir or default_output_dir,
+        output_dir=Path(args.output_dir or default_output_dir),
     )
+
+
+def not_empty(text: str) -> str:
+    """argparse type: a path, which an unset shell variable is not."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
 
 
 def natural(text: str) -> int:
@@ -102,7 +112,9 @@ def usable_cores() -> int:
 
 def run_step(main: Callable[[], int], description: str) -> None:
     """Run a step's main() like `run`. A step takes no flags but --help, and --tiny, which it always is."""
-    parser = OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--tiny", action="store_true", help="accepted, and without effect: a step is always tiny")
 
     def parse_and_run() -> int:
@@ -127,6 +139,13 @@ def run(main: Callable[[], int]) -> None:
         console.complain("interrupted")
         status = 130
     except BrokenPipeError:  # the reader of a pipe has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
+    except OSError as error:  # a full disk, or a standard output that can't be written to
+        console.complain(f"{Path(sys.argv[0]).name}: error: {error}")
+        status = 1
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    if status in (1, 141):  # what couldn't be written is not tried again when Python closes its files
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

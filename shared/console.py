@@ -16,8 +16,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 PIPE_WIDTH = 10_000  # a pipe has no width to fit, so nothing is cut or wrapped
+CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 PLAIN_BOX = rich.box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 PLAIN_EVERY = 30.0  # seconds between two progress lines where no live display is possible
+
+
+class PipeConsole(Console):
+    """rich's console, which lets the caller decide what a closed pipe means."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def printable(text: str) -> str:
+    """The text with every control character but tab and newline shown as "�": data must not steer a terminal."""
+    return text.translate(CONTROLS)
 
 
 def _console() -> Console:
@@ -25,7 +38,7 @@ def _console() -> Console:
     out = sys.stdout
     terminal = out.isatty()
     coloured = terminal and "NO_COLOR" not in os.environ
-    return Console(
+    return PipeConsole(
         file=out,
         force_terminal=terminal,
         force_interactive=terminal and os.environ.get("TERM") != "dumb",
@@ -51,7 +64,7 @@ def say(block: "str | Table" = "", style: str = "") -> None:
     if isinstance(block, Table):
         block = table_text(block, console.width)
     style = style if console.color_system else None
-    console.print(block.rstrip("\n"), style=style, soft_wrap=not console.is_terminal)
+    console.print(printable(block).rstrip("\n"), style=style, soft_wrap=not console.is_terminal)
 
 
 def complain(text: str) -> None:
@@ -61,6 +74,8 @@ def complain(text: str) -> None:
 
 def tolerate_narrow_encodings() -> None:
     """A cp1252 console gets "?" for a letter that it lacks, not a crash."""
+    if sys.stdout is None:  # closed by `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -144,4 +159,4 @@ class RunProgress:
     def say(self, text: str) -> None:
         """Print a line above the live ones."""
         self.last_line = time.monotonic()
-        self.console.print(text, soft_wrap=not self.live)
+        self.console.print(printable(text), soft_wrap=not self.live)

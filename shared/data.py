@@ -8,6 +8,8 @@ import ast
 import base64
 import hashlib
 import importlib.util
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +73,22 @@ def torch_source() -> list[str]:
 
 def texts_at(path: Path) -> list[str]:
     """The text of a file, or of every file in a folder (sorted by name; hidden ones are left out)."""
-    if path.is_file():
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"can't read --data {error.filename}: {error.strerror}") from None
+
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        raise UserError(f"--data {path}: there is no such file or folder") from None
+    except OSError as error:
+        refuse(error)
+    if stat.S_ISREG(kind):
         return [read_text(path)]
-    if not path.is_dir():
-        raise UserError(f"--data {path}: there is no such file or folder")
-    inside = sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file())
+    if not stat.S_ISDIR(kind):
+        raise UserError(f"--data {path} is neither a file nor a folder; save the text to a file first")
+    files = [Path(folder, name) for folder, _, names in os.walk(path, onerror=refuse) for name in names]
+    inside = sorted(file.relative_to(path) for file in files if file.is_file())
     return [read_text(path / p) for p in inside if not any(part.startswith(".") for part in p.parts)]
 
 
@@ -195,7 +208,8 @@ def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
     elif source == "source":
         name, texts = "the Python source of torch", torch_source()
     else:
-        name, texts = source, texts_at(Path(source))
+        name = os.fsencode(source).decode("utf-8", "backslashreplace")  # a file name needn't be UTF-8; results must
+        texts = texts_at(Path(source))
     sha, n_characters = hashlib.sha256(), 0
     for text in texts:
         sha.update(text.encode("utf-8"))

@@ -103,4 +103,4 @@ def duration(hours: float) -> str:
 def log_text(blocks: list[str | Table]) -> str:
     """What the terminal showed, as plain text at its natural width."""
     parts = [console.table_text(block) if isinstance(block, Table) else block for block in blocks]
-    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+    return "\n\n".join(console.printable(part).rstrip("\n") for part in parts) + "\n"

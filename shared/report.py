@@ -24,7 +24,7 @@ def comparison_table(
     rows = []
     for variant in plan.variants:
         row = [label(variant) for label in labels.values()]
-        row.append(f"{parameters_of(results, variant):,}")
+        row.append(f"{parameters_of(results, variant):,}" if parameters_of(results, variant) else "-")
         row.append(number(mean_of(results, variant, lambda r: r.history.train_loss)))
         row.append(number(mean_of(results, variant, lambda r: r.history.validation_loss)))
         if several:

@@ -41,7 +41,9 @@ def main(case: Case, description: str, argv: list[str] | None = None) -> int:
             return run_all(case, args.seed or 1)
         if args.quiz or args.answer is not None:
             return quiz(case, args.seed, args.answer)
-        return run_one(case, find(case, args.sabotage) if args.sabotage else case.sabotages[0], args.seed or 1)
+        return run_one(
+            case, find(case, args.sabotage) if args.sabotage is not None else case.sabotages[0], args.seed or 1
+        )
 
 
 def parse(description: str, argv: list[str] | None) -> argparse.Namespace:

@@ -9,13 +9,17 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 from shared.kernels import fastest_float32
+
+
+class ParentGone(Exception):
+    """Raised in a worker that has nobody left to report to."""
 
 
 class WorkerDied:
@@ -47,13 +51,13 @@ def run_jobs(
             for process, connection in fresh:
                 busy[connection] = (process, waiting.pop(0))
             for _, connection in fresh:
-                connection.send(context)
-                connection.send(busy[connection][1])
+                send(connection, context)
+                send(connection, busy[connection][1])
             for connection in wait(list(busy)):
                 process, job = busy[connection]
                 try:
                     kind, content = connection.recv()
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):
                     process.join()
                     kind, content = "died", WorkerDied(process.exitcode)
                 if kind == "report":
@@ -63,7 +67,7 @@ def run_jobs(
                     raise RuntimeError(f"a worker process failed at {job}:\n{content}")
                 if kind == "done" and waiting:
                     busy[connection] = (process, waiting.pop(0))
-                    connection.send(busy[connection][1])
+                    send(connection, busy[connection][1])
                 else:
                     del busy[connection]
                     connection.close()  # tells the worker to go
@@ -87,6 +91,12 @@ def start_worker(function: Callable) -> tuple[Any, Connection]:
     return process, here
 
 
+def send(connection: Connection, content: Any) -> None:
+    """Send to a worker. If its process has died, the next recv() from it says so, and that is where it is handled."""
+    with suppress(OSError):
+        connection.send(content)
+
+
 @contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
     """A process started within ignores Ctrl-C from its first instruction: the parent alone decides what it means."""
@@ -106,7 +116,10 @@ def serve(connection: Connection, function: Callable) -> None:
     torch.set_num_threads(1)
 
     def report(*content: Any) -> None:
-        connection.send(("report", content))
+        try:
+            connection.send(("report", content))
+        except OSError:
+            raise ParentGone from None
 
     try:
         context = connection.recv()
@@ -115,10 +128,10 @@ def serve(connection: Connection, function: Callable) -> None:
                 job = connection.recv()
                 try:
                     answer = ("done", function(context, job, report))
-                except (EOFError, ConnectionError):
+                except ParentGone:
                     raise
                 except Exception:
                     answer = ("bug", traceback.format_exc())
                 connection.send(answer)
-    except (EOFError, ConnectionError):
-        pass
+    except (EOFError, OSError, ParentGone):
+        pass  # the parent has gone, or has no more to do

@@ -1,6 +1,8 @@
 """Chapter 05's GPT: its size, its start, its causality, what it writes."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +107,9 @@ def test_the_start_depends_on_seed_name_and_shape_alone(gpt, model):
     again = gpt.GPT(gpt.GPTConfig(**SHAPE), VOCAB)
     gpt.init_parameters(again, seed=1)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters()))
+    wider = gpt.GPT(gpt.GPTConfig(**(SHAPE | {"block_size": 22})), VOCAB)
+    gpt.init_parameters(wider, seed=1)
+    assert not torch.equal(wider.position_embedding.weight[:11], model.position_embedding.weight)  # shape counts
     gpt.init_parameters(again, seed=2)
     assert not torch.equal(again.blocks[0].mlp.fc.weight, model.blocks[0].mlp.fc.weight)
     assert not torch.equal(model.blocks[0].mlp.fc.weight, model.blocks[1].mlp.fc.weight)
@@ -187,3 +192,18 @@ def test_top_k_leaves_only_k(gpt):
 def test_impossible_wishes_are_refused(gpt, arguments, length):
     with pytest.raises(ValueError, match=f"{length} tokens"):
         gpt.generate(Counting(), torch.zeros(1, length, dtype=torch.long), 3, **arguments)
+
+
+def test_the_run_says_how_much_likelier_the_true_token_became(gpt, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text"
+    text.write_text("abcd" * 400, encoding="utf-8")
+    preset = gpt.PRESETS["tiny"]
+    small = replace(preset, model=gpt.GPTConfig(8, 1, 2, 12), training=replace(preset.training, steps=60, batch_size=8))
+    monkeypatch.setitem(gpt.PRESETS, "tiny", small)
+    assert gpt.main(["--data", str(text), "--seeds", "1", "--output-dir", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    record = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    loss = record["runs"][0]["validation_loss"]
+    assert loss < 1.0 < math.log(4)
+    assert f"{4 * math.exp(-loss):.1f} times as likely" in out and f"{math.log(4) - loss:.3f} less" in out
+    assert record["runs"][0]["found"]["sample"].startswith(record["runs"][0]["found"]["prompt"])

@@ -113,11 +113,10 @@ def test_with_the_cache_200_tokens_are_those_of_the_full_forward(real, loaded):
     """Greedy ids equal those without a cache if, read at once, each is the likeliest after all before it."""
     _, tokenizer, model = loaded
     question = tokenizer.chat("Tell me a long story about a ship.")
-    with real.step_05.fast(model):
-        with model.remembering(len(question) + 200):
-            written = list(real.stream(model, question, 200))
-        with torch.inference_mode():
-            logits = model(torch.tensor([question + written[:-1]]))[0][0, len(question) - 1 :]
+    with model.remembering(len(question) + 200):
+        written = list(real.stream(model, question, 200))
+    with torch.inference_mode(), real.fast(model):
+        logits = model(torch.tensor([question + written[:-1]]))[0][0, len(question) - 1 :]
     assert len(written) == 200 and logits.argmax(-1).tolist() == written
 
 

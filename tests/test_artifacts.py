@@ -32,6 +32,11 @@ def test_json_is_strict_and_keeps_every_digit(tmp_path):
     assert json.loads(path.read_text(encoding="utf-8"))["name"] == "é"
 
 
+def test_a_folder_that_was_deleted_meanwhile_is_made_again(tmp_path):
+    artifacts.write_text(tmp_path / "gone" / "file", "kept")
+    assert (tmp_path / "gone" / "file").read_text(encoding="utf-8") == "kept"
+
+
 def test_a_folder_is_made_with_its_parents_and_left_empty(tmp_path):
     artifacts.claim_folder(tmp_path / "a" / "b é")
     assert list((tmp_path / "a" / "b é").iterdir()) == []

@@ -51,6 +51,8 @@ def test_the_defaults():
         (["--tokenizer", "words"], "'words'"),
         (["--device", "tpu"], "'tpu'"),
         (["--step", "5"], "unrecognized arguments: --step"),  # no abbreviations: they change meaning as flags come
+        (["--data", ""], "the path is empty"),  # an unset shell variable must not mean the default
+        (["--output-dir="], "the path is empty"),
         (["extra"], "unrecognized arguments: extra"),
     ],
 )
@@ -94,3 +96,27 @@ def test_exit_statuses(capsys):
     assert err.endswith("error: --data x: no such file\n") and err.count("\n") == 1
     with pytest.raises(ZeroDivisionError):  # a bug keeps its traceback
         cli.run(lambda: 1 // 0)
+
+
+def test_a_closed_pipe_and_a_full_disk_are_no_traceback(run_script, tmp_path):
+    """As with `| head` and `> /dev/full`: 141 without a word, and 1 with one line."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(chapters.PROJECTS.parent)!r})\n"
+        "from shared import cli, console\n"
+        "def main():\n"
+        "    if sys.argv[1] == 'pipe':\n"
+        "        here, there = os.pipe()\n"
+        "        os.close(here)\n"
+        "    else:\n"
+        "        there = os.open('/dev/full', os.O_WRONLY)\n"
+        "    os.dup2(there, 1)\n"
+        "    console.say('text')\n"
+        "    return 0\n"
+        "cli.run(main)\n",
+        encoding="utf-8",
+    )
+    assert run_script(script, "pipe") == (141, "", "")
+    if Path("/dev/full").exists():
+        status, _, err = run_script(script, "full")
+        assert status == 1 and err.count("\n") == 1 and "No space left" in err

@@ -68,6 +68,17 @@ def test_differences_are_taken_seed_by_seed_and_only_where_both_finished():
     assert math.isnan(comparison.mean_of(results, "c", lambda r: 1.0))
 
 
+def test_the_sentence_of_size_and_time_says_which_way_round():
+    from shared import report
+
+    results = [result("a", 1, 2.0), result("a", 2, 2.0), result("b", 1, 2.0), result("b", 2, 2.0)]
+    for r, parameters, ms in zip(results, (1000, 1000, 900, 900), (10.0, 10.0, 15.0, 20.0), strict=True):
+        r.parameters, r.history.ms_per_step = parameters, ms
+    sentence = report.size_and_time_sentence(results, "b", "a")
+    assert "b holds 900 parameters to a's 1,000 (-10.0%)" in sentence and "1.50 to 2.00 times as long" in sentence
+    assert report.size_and_time_sentence(results, "c", "a") is None
+
+
 # ---------------------------------------------------------------- workers
 
 
@@ -132,6 +143,23 @@ def test_a_killed_process_ends_its_run_alone(corpus):
     results = {str(r.run): r for r in run(corpus, ["killed", "a"])}
     assert results["killed, seed 1"].error == "its process was killed (exit code 9)"
     assert results["a, seed 1"].history and results["a, seed 2"].history and len(results) == 4
+
+
+def test_a_process_killed_before_it_has_its_job_ends_its_run_alone(corpus, monkeypatch):
+    real, killed = workers.start_worker, []
+
+    def start(function):
+        process, connection = real(function)
+        if not killed:
+            process.kill()
+            process.join()
+            killed.append(process)
+        return process, connection
+
+    monkeypatch.setattr(workers, "start_worker", start)
+    results = {str(r.run): r for r in run(corpus, ["a", "b"])}
+    assert results["a, seed 1"].error == "its process was killed (exit code -9)"
+    assert len(results) == 4 and sum(r.history is not None for r in results.values()) == 3
 
 
 def test_a_mistake_in_the_code_ends_everything_and_shows_where(corpus):

@@ -110,6 +110,14 @@ def test_without_a_display_progress_is_a_line_now_and_then(capsys, monkeypatch):
     assert capsys.readouterr().out == "run 1: step 20 of 100, loss 3\n"
 
 
+def test_data_cannot_steer_a_terminal(capsys):
+    console.say("a\x1b[31mb\x07\rc\nd\x9b")
+    assert (
+        capsys.readouterr().out
+        == "a\N{REPLACEMENT CHARACTER}[31mb" + "\N{REPLACEMENT CHARACTER}" * 2 + "c\nd\N{REPLACEMENT CHARACTER}\n"
+    )
+
+
 def test_a_complaint_is_one_line(capsys):
     console.complain("two\nlines  of [text]")
     assert capsys.readouterr().err == "two lines of [text]\n"

@@ -66,6 +66,16 @@ def test_a_missing_path_and_an_empty_folder(tmp_path):
         data.load_corpus(str(tmp_path), "char", 8)
 
 
+def test_what_is_neither_file_nor_folder_and_what_has_no_possible_name(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="neither a file nor a folder"):
+        data.load_corpus(str(tmp_path / "pipe"), "char", 8)
+    with pytest.raises(UserError, match=r"can't read --data .*too long"):
+        data.load_corpus("x" * 5000, "char", 8)
+
+
 def test_the_shortest_text_that_will_do(tmp_path):
     """A tenth of it is one block and the token after it."""
     corpus = data.load_corpus(write(tmp_path / "file", b"ab" * 45), "char", 8)

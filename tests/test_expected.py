@@ -46,6 +46,10 @@ def test_inside_the_band_says_how_far_off(folder):
     assert text.startswith("As expected") and f"furthest off: {0.9 * expected.BAND['validation_loss']:.3f}" in text
 
 
+def test_the_band_is_half_a_hundredth():
+    assert expected.BAND == {"validation_loss": 0.005, "difference": 0.005}
+
+
 @pytest.mark.parametrize(("row", "key"), [(0, "validation_loss"), (1, "validation_loss"), (1, "difference")])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_outside_the_band_names_the_variant_and_both_numbers(folder, row, key, sign):

@@ -54,7 +54,7 @@ def pairs():
                 yield pytest.param(mine[name], built[name], id=f"{folder.name[:2]}-{step.name[5:7]}-{name}")
 
 
-@pytest.mark.parametrize(("mine", "built"), pairs())
+@pytest.mark.parametrize(("mine", "built"), list(pairs()))
 def test_a_name_in_both_is_the_same_code(mine, built):
     assert same(mine, built), f"step:\n{ast.unparse(mine)}\n\nbuild.py:\n{ast.unparse(built)}"
 

@@ -4,7 +4,7 @@ A classic GPT-2-style language model: attention, MLP, residual block, tied embed
 that survives depth. Trained on text you already have, then sampled.
 
     python build.py --tiny      one model on a laptop CPU, in well under a minute (the default)
-    python build.py --full      about 13 million parameters on one GPU
+    python build.py --full      about 12 million parameters on one GPU
 
 Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H, V = vocab_size.
 """

@@ -65,7 +65,7 @@ class Patient:
     def answer(self) -> str:
         """The likeliest ten tokens after the question, with keys and values remembered."""
         ids, end = self.tokenizer.chat(QUESTION), self.tokenizer.end
-        with real.step_05.fast(self.model), self.model.remembering(len(ids) + 10):
+        with self.model.remembering(len(ids) + 10):
             tokens = [token for token in real.stream(self.model, ids, 10, end) if token != end]
         return real.CONTROLS.sub("", " ".join(self.tokenizer.encoding.decode(tokens).split()))
 
@@ -287,7 +287,7 @@ SABOTAGES = (
     sabotaged(
         "gains-one", GAIN, "return (wide * scale).to(x.dtype)", 1e3, math.inf, True,
         norm(lambda self, x: F.rms_norm(x, x.shape[-1:], None, self.eps)),
-        "The gains shut out the channel that holds 22,000: before the MLPs of layers 12 to 26 they are below 0.002 "
+        "The gains shut out the channel that holds 22,000: before the MLPs of layers 13 to 27 they are below 0.002 "
         "there, where their median is 0.25. Step 08 folds them into the matrices, which keeps them; this drops them.",
     ),
     sabotaged(

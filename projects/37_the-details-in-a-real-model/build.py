@@ -1,8 +1,7 @@
 """Chapter 37: the details in a real model.
 
 SmolLM2-135M-Instruct, a language model that others trained, runs in the blocks of the last chapters: RMSNorm, SwiGLU,
-RoPE and the tied head come from chapter 07, and what is new here is three key and value heads for nine query heads, a
-memory for what was read, and a map of names.
+RoPE and the tied head come from chapter 07. New here: key and value heads that queries share, and a memory for them.
 
     python build.py                 three answers, perplexity on a fixed text, speed and memory (--tiny is the same)
     python build.py --full          the same, then the perplexity of more text by the length of the context
@@ -21,7 +20,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -38,7 +37,7 @@ from shared.experiment import log_text
 gpt, modern = chapters.load_build(5), chapters.load_build(7)
 # From the steps: the file, its tokenizer, the shape and the numbers of the model in it, and how it is measured.
 step_01, step_02, step_04, step_05 = (chapters.load_step(37, step) for step in (1, 2, 4, 5))
-GroupedConfig = chapters.load_step(37, 3).GroupedConfig
+GroupedConfig, fast = chapters.load_step(37, 3).GroupedConfig, step_05.fast
 
 # ---------------------------------------------------------------- attention
 
@@ -165,7 +164,9 @@ def stream(
     """
     for _ in range(n_new):
         idx = torch.tensor([ids], device=model.token_embedding.weight.device)
-        logits = model.lm_head(model.states(idx)[0, -1])  # (V,): what follows the last position
+        with fast(model) if len(ids) > 1 else nullcontext():  # a single token waits for memory, not for products
+            last = model.states(idx)[0, -1]
+        logits = model.lm_head(last)  # (V,): what follows the last position
         if temperature == 0:
             ids = [int(logits.argmax())]
         else:
@@ -387,13 +388,12 @@ def main(argv: list[str] | None = None) -> int:
         )
     if options.chat and not tokenizer.chats:
         raise UserError(f"--chat: {file.path.name} knows no chat, only --prompt, whose text it continues")
-    with step_05.fast(model):
-        if options.chat:
-            return chat(model, tokenizer, options)
-        if options.prompt is not None:
-            answer(model, tokenizer, options.prompt, options)
-            return 0
-        return experiment(file, model, tokenizer, options)
+    if options.chat:
+        return chat(model, tokenizer, options)
+    if options.prompt is not None:
+        answer(model, tokenizer, options.prompt, options)
+        return 0
+    return experiment(file, model, tokenizer, options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ It prints the time of a token with and without the cache, and checks that the to
 import sys
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from shared.console import Table, say
 gpt, modern = chapters.load_build(5), chapters.load_build(7)
 step_01, step_02, step_03, step_04, step_05 = (chapters.load_step(37, step) for step in (1, 2, 3, 4, 5))
 GroupedConfig, GroupedQueryAttention, RealGPT = step_03.GroupedConfig, step_03.GroupedQueryAttention, step_04.RealGPT
+fast, evaluation_text = step_05.fast, step_05.evaluation_text
 
 
 class KeyValueCache:
@@ -101,7 +102,9 @@ def stream(
     """
     for _ in range(n_new):
         idx = torch.tensor([ids], device=model.token_embedding.weight.device)
-        logits = model.lm_head(model.states(idx)[0, -1])  # (V,): what follows the last position
+        with fast(model) if len(ids) > 1 else nullcontext():  # a single token waits for memory, not for products
+            last = model.states(idx)[0, -1]
+        logits = model.lm_head(last)  # (V,): what follows the last position
         if temperature == 0:
             ids = [int(logits.argmax())]
         else:
@@ -118,10 +121,11 @@ def milliseconds(action: Callable[[], object]) -> float:
 def main() -> int:
     file, checks, rows = step_01.WeightsFile(step_01.packaged_weights()), Checks(), []
     model, tokenizer = step_04.load_model(file, CachedGPT), step_02.Tokenizer(file)
-    text = tokenizer.encode(step_05.evaluation_text())
-    with step_05.fast(model), torch.inference_mode():
+    text = tokenizer.encode(evaluation_text())
+    with torch.inference_mode():
         for T in (32, 128, 256):
-            again = milliseconds(lambda T=T: model.states(torch.tensor([text[:T]])))
+            with fast(model):
+                again = milliseconds(lambda T=T: model.states(torch.tensor([text[:T]])))
             with model.remembering(T + 9):
                 list(stream(model, text[:T], 2))
                 within = milliseconds(lambda T=T: list(stream(model, [text[T]], 1)))

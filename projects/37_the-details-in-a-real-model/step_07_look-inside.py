@@ -109,6 +109,9 @@ def main() -> int:
     checks.close(
         "|cos(x, 1)| as torch has it", mean_share(stream[40]), F.cosine_similarity(stream[40], ones, dim=-1).abs(), 1e-6
     )
+    gains = torch.stack([block.norm2.weight for block in model.blocks[12:27]]).abs()  # before the MLPs of 13 to 27
+    checks.between("largest gain of that channel there, MLPs 13 to 27", gains[:, 507].max().item(), 0, 0.002)
+    checks.between("and the smallest median gain", gains.median(1).values.min().item(), 0.2, 0.4)
     chat = residual_stream(model, torch.tensor([tokenizer.chat("How do I boil an egg?")]))
     for what, seen in (("documentation", stream), ("a chat", chat)):
         inside = seen[24:58].abs().flatten(1)  # from layer 12 to 28
