@@ -29,6 +29,8 @@ T_95 = {
 class Experiment:
     """What a chapter tells the comparison. Worker processes make their own: it must need no arguments."""
 
+    band: float | None = None  # nats by which another machine's means may differ; None: what shared/expected.py says
+
     def build_model(self, variant: str, config: dict, vocab_size: int, seed: int) -> nn.Module:
         """The freshly initialised model of a variant; `config` is a variant's entry of `run_all`."""
         raise NotImplementedError

@@ -9,8 +9,9 @@ from pathlib import Path
 BAND = {"validation_loss": 0.005, "difference": 0.005}
 
 
-def compare(record: dict, folder: Path) -> str:
-    """In words: are this run's losses within the bands around those in folder/results.json?"""
+def compare(record: dict, folder: Path, band: float | None = None) -> str:
+    """In words: are this run's losses within `band` (None: within BAND) of those in folder/results.json?"""
+    bands = BAND if band is None else dict.fromkeys(BAND, band)
     path = folder / "results.json"
     if not path.exists():
         return "expected/ holds no results yet, so there is nothing to compare with."
@@ -22,7 +23,7 @@ def compare(record: dict, folder: Path) -> str:
         return "Not compared with expected/: not every run finished."
     outside, widest = [], 0.0
     for mine, theirs in zip(record["variants"], expected["variants"], strict=True):
-        for key, band in BAND.items():
+        for key, band in bands.items():
             if mine[key] is None:  # the baseline has no difference to itself
                 continue
             gap = abs(mine[key]["mean"] - theirs[key]["mean"])
@@ -34,9 +35,9 @@ def compare(record: dict, folder: Path) -> str:
                 )
     if outside:
         return "This machine's numbers lie OUTSIDE the expected bands:\n" + "\n".join(f"  {line}" for line in outside)
-    judged = [key for key in BAND if any(variant[key] for variant in record["variants"])]
-    bands = ", ".join(f"{key.replace('_', ' ')} within {BAND[key]}" for key in judged)
-    return f"As expected: every mean lies inside the bands around expected/ ({bands}; furthest off: {widest:.3f})."
+    judged = [key for key in bands if any(variant[key] for variant in record["variants"])]
+    within = ", ".join(f"{key.replace('_', ' ')} within {bands[key]}" for key in judged)
+    return f"As expected: every mean lies inside the bands around expected/ ({within}; furthest off: {widest:.3f})."
 
 
 def difference_in_settings(mine: dict, theirs: dict) -> str | None:

@@ -53,7 +53,7 @@ def carry_out(
         artifacts.write_bytes(folder / name, figures.png(figure))
     (folder / "interrupted.json").unlink(missing_ok=True)
     console.say()
-    console.say(expected.compare(record, expected_folder))
+    console.say(expected.compare(record, expected_folder, experiment.band))
     console.say(f"Written to {folder}: run_log.txt, results.json{''.join(f', {name}' for name in drawn)}")
     return 1 if any(r.error for r in results) else 0
 

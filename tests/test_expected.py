@@ -58,6 +58,13 @@ def test_outside_the_band_names_the_variant_and_both_numbers(folder, row, key, s
     assert "OUTSIDE" in text and "ab"[row] + ": " in text and f"{mean:+.3f}" in text
 
 
+def test_a_chapter_may_have_a_wider_band(folder):
+    for gap, says in ((0.03, "As expected"), (0.05, "OUTSIDE")):
+        record = changed(variants__0__validation_loss={"mean": 2.0 + gap})
+        assert says in expected.compare(record, folder, band=0.04)
+    assert "OUTSIDE" in expected.compare(changed(variants__0__validation_loss={"mean": 2.03}), folder)
+
+
 @pytest.mark.parametrize(
     ("places", "says"),
     [
