@@ -54,7 +54,7 @@ SLICE_ROWS = 8  # libraries prepare a product anew for each new shape, which can
 
 
 class Spread(torch.autograd.Function):
-    """tokens (N, C) -> rows (R, C), row r a copy of tokens[token[r]]. Its gradient, Collect, adds in one fixed order."""
+    """tokens (N, C) -> rows (R, C), row r a copy of tokens[token[r]]. Its gradient, Collect, adds in a fixed order."""
 
     @staticmethod
     def forward(ctx, tokens, token, place, first):
