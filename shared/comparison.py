@@ -97,7 +97,7 @@ def run_all(
     """
     context = Context(inspect.getfile(experiment), experiment.__name__, variants, corpus, settings)
     runs = [Run(variant, seed) for seed in seeds for variant in variants]
-    for run, result in workers.run_jobs(train_one, context, runs, min(n_workers, len(runs)), on_report):
+    for run, result in workers.run_jobs(train_one, context, runs, n_workers, on_report):
         if isinstance(result, workers.WorkerDied):
             result = Result(run, error=f"its process was killed (exit code {result.exit_code})")
         yield result

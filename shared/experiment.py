@@ -60,7 +60,6 @@ def carry_out(
 
 def train_all(experiment: type[Experiment], plan: Plan, results: list[Result]) -> None:
     """Append each run's result to `results` as it finishes, under a live display."""
-    workers = min(plan.options.workers, plan.n_runs)
     timing = plan.options.preset == "full" and plan.options.device == "cpu"
     with console.RunProgress(plan.n_runs) as progress:
         if timing:
@@ -71,14 +70,14 @@ def train_all(experiment: type[Experiment], plan: Plan, results: list[Result]) -
             progress.update(str(run), done, plan.training.steps, f"loss {loss:.3f}  {ms_per_step:.0f} ms/step")
             if timing:
                 timing = False
-                hours = plan.n_runs * plan.training.steps * ms_per_step / workers / 3.6e6
+                hours = plan.n_runs * plan.training.steps * ms_per_step / plan.n_workers / 3.6e6
                 progress.say(
                     f"At {ms_per_step / 1e3:.2g} s a step, {plan.n_runs} runs of {plan.training.steps:,} steps will "
                     f"take about {duration(hours)}. Ctrl-C stops; finished runs are kept."
                 )
 
         for result in comparison.run_all(
-            experiment, plan.variants, plan.corpus, plan.training, plan.seeds, workers, on_report
+            experiment, plan.variants, plan.corpus, plan.training, plan.seeds, plan.n_workers, on_report
         ):
             results.append(result)
             if result.error:

@@ -44,6 +44,11 @@ class Plan:
         return len(self.variants) * len(self.seeds)
 
     @property
+    def n_workers(self) -> int:
+        """Worker processes that have something to do."""
+        return min(self.options.workers, self.n_runs)
+
+    @property
     def uniform_loss(self) -> float:
         """What a model that finds every token equally likely pays, in nats: ln V."""
         return math.log(self.corpus.vocab_size)
@@ -112,7 +117,7 @@ def device_name(device: str) -> str:
 
 def setting_text(plan: Plan) -> str:
     """The head of every run's output and log."""
-    corpus, training, workers = plan.corpus, plan.training, min(plan.options.workers, plan.n_runs)
+    corpus, training, workers = plan.corpus, plan.training, plan.n_workers
     seeds = f"seed {plan.seeds[0]}" if len(plan.seeds) == 1 else f"seeds {plan.seeds[0]} to {plan.seeds[-1]}"
     lines = [
         plan.title,

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import median_high
 
 import torch
 import torch.nn as nn
@@ -155,8 +156,8 @@ def train(
             check_finite(recent, first_step=seen + 1)
             seen = step + 1
             history.losses += recent
-            report(step + 1, sum(recent) / len(recent), 1e3 * median(seconds))
-    history.ms_per_step = 1e3 * median(seconds)
+            report(step + 1, sum(recent) / len(recent), 1e3 * median_high(seconds))
+    history.ms_per_step = 1e3 * median_high(seconds)
     history.validation_loss = evaluate(model, corpus.validation, settings)
     check_finite([history.validation_loss], first_step=settings.steps)
     return history
@@ -166,10 +167,6 @@ def check_finite(losses: list[float], first_step: int) -> None:
     for offset, loss in enumerate(losses):
         if not math.isfinite(loss):
             raise NonFiniteLoss(first_step + offset, loss)
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 @torch.no_grad()
