@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from shared import console, data
-from shared.errors import UserError
+from shared.console import UserError
 
 MOST_SEEDS = 1000
 

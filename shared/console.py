@@ -21,6 +21,10 @@ PLAIN_BOX = rich.box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", asc
 PLAIN_EVERY = 30.0  # seconds between two progress lines where no live display is possible
 
 
+class UserError(Exception):
+    """A mistake of the user's: one sentence that names the value and the remedy. Exit status 2."""
+
+
 class PipeConsole(Console):
     """rich's console, which lets the caller decide what a closed pipe means."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import tiktoken
 import torch
 
-from shared.errors import UserError
+from shared.console import UserError
 
 TOKENIZERS = ("char", "bpe4k", "r50k_base")
 BPE4K_FILE = Path(__file__).with_name("bpe4k.tiktoken")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared import artifacts, comparison, console, expected, figures, report
+from shared import files, comparison, console, expected, figures, report
 from shared.comparison import Experiment, Result, Run
 from shared.console import Table
 from shared.plan import Plan, setting_text
@@ -35,7 +35,7 @@ def carry_out(
         train_all(experiment, plan, results)
     except KeyboardInterrupt:
         if results:
-            artifacts.write_json(folder / "interrupted.json", report.record(plan, results))
+            files.write_json(folder / "interrupted.json", report.record(plan, results))
             console.say(f"{len(results)} of {plan.n_runs} runs had finished; {folder / 'interrupted.json'} keeps them")
         raise
     order = list(plan.variants)
@@ -46,11 +46,11 @@ def carry_out(
     for block in blocks:
         console.say()
         console.say(block)
-    artifacts.write_text(folder / "run_log.txt", log_text([setting_text(plan), *blocks]))
-    artifacts.write_json(folder / "results.json", record)
+    files.write_text(folder / "run_log.txt", log_text([setting_text(plan), *blocks]))
+    files.write_json(folder / "results.json", record)
     drawn = draw(plan, results) if any(r.history for r in results) else {}
     for name, figure in drawn.items():
-        artifacts.write_bytes(folder / name, figures.png(figure))
+        files.write_bytes(folder / name, figures.png(figure))
     (folder / "interrupted.json").unlink(missing_ok=True)
     console.say()
     console.say(expected.compare(record, expected_folder, experiment.band))

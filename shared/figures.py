@@ -1,12 +1,14 @@
-"""The figures that comparisons share. A figure is returned, not written: artifacts writes it, whole."""
+"""The figures that comparisons share. A figure is returned, not written: files writes it, whole."""
 
 from __future__ import annotations
 
 import io
 import math
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shared import files
 from shared.comparison import Result, paired_difference
 from shared.plan import Plan
 
@@ -33,6 +35,14 @@ def png(figure: Figure) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
     return out.getvalue()
+
+
+def save(figure: Figure, script: str) -> Path:
+    """Write the picture of a page beside it, as outputs/step_NN.png; `script` is its __file__."""
+    page = Path(script)
+    path = page.parent / "outputs" / f"{page.stem[:7]}.png"
+    files.write_bytes(path, png(figure))
+    return path
 
 
 def curves(plan: Plan, results: list[Result]) -> Figure:

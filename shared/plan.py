@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shared import artifacts, data
+from shared import files, data
 from shared.cli import Options, usable_cores
 from shared.kernels import onednn_is_float32
 from shared.training import TrainingSettings
@@ -56,7 +56,7 @@ class Plan:
 
 def make_plan(title: str, preset: Preset, variants: dict[str, dict], options: Options) -> Plan:
     """Join a preset, what each variant changes in its model, and the flags. UserError for what can't be done."""
-    artifacts.claim_folder(options.output_dir)
+    files.claim_folder(options.output_dir)
     on_cuda = options.device == "cuda"
     seeds, steps = options.seeds or preset.seeds, options.steps or preset.training.steps
     return Plan(

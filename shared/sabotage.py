@@ -14,7 +14,7 @@ import torch
 
 from shared import cli, console
 from shared.console import Table
-from shared.errors import UserError
+from shared.console import UserError
 from shared.instruments import Case, Outcome, Patient, Sabotage, examine, light, verdict
 from shared.kernels import fastest_float32
 from shared.randomness import generator

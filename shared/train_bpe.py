@@ -16,7 +16,7 @@ import regex  # comes with tiktoken, which splits text with the same engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from shared import artifacts, data
+from shared import files, data
 
 VOCAB_SIZE = 4096
 
@@ -65,7 +65,7 @@ def join(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
 def main() -> None:
     tokens = [bytes([b]) for b in range(256)] + learn_merges(data.torch_source(), VOCAB_SIZE - 256)
     lines = [f"{base64.b64encode(token).decode('ascii')} {rank}\n" for rank, token in enumerate(tokens)]
-    artifacts.write_text(data.BPE4K_FILE, "".join(lines))
+    files.write_text(data.BPE4K_FILE, "".join(lines))
     print(f"wrote {len(tokens)} entries to {data.BPE4K_FILE.name}")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared import chapters
-from shared.errors import UserError
+from shared.console import UserError
 
 FOLDER = chapters.chapter_folder(37)
 BUILD = FOLDER / "build.py"

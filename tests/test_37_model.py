@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from shared import chapters
-from shared.errors import UserError
+from shared.console import UserError
 
 FOLDER = chapters.chapter_folder(37)
 

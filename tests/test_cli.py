@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared import chapters, cli
-from shared.errors import UserError
+from shared.console import UserError
 
 TRAINING_BUILDS = [
     p for p in sorted(chapters.PROJECTS.glob("*/build.py")) if "from shared import" in p.read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import tiktoken
 import torch
 
 from shared import data, train_bpe
-from shared.errors import UserError
+from shared.console import UserError
 from shared.randomness import generator
 
 TEXT = "the cat sat on the mat; çà et là, the cat sat.\n" * 20

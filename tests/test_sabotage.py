@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from shared import chapters, sabotage
-from shared.errors import UserError
+from shared.console import UserError
 from shared.instruments import Case, Instrument, Outcome, Reading, Sabotage, examine
 
 

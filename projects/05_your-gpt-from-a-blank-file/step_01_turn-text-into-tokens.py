@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 
 from shared import cli, console, data
 from shared.checks import Checks
-from shared.errors import UserError
+from shared.console import UserError
 
 
 def characters_of(text: str) -> list[str]:

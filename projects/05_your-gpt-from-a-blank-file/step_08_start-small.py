@@ -22,7 +22,7 @@ import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import artifacts, chapters, cli, console, figures
+from shared import files, chapters, cli, console, figures
 from shared.checks import Checks
 from shared.randomness import generator
 
@@ -126,8 +126,8 @@ def main() -> int:
     checks.close("defaults, untied: a head of variance 1/(3d) adds 1/6", defaults[False][0], math.log(48) + 1 / 6, 0.1)
 
     folder = Path(__file__).parent / "outputs"
-    artifacts.claim_folder(folder)
-    artifacts.write_bytes(folder / "first-loss.png", figures.png(draw_losses(measured)))
+    files.claim_folder(folder)
+    files.write_bytes(folder / "first-loss.png", figures.png(draw_losses(measured)))
     console.say(f"drawn to {folder / 'first-loss.png'}")
     return checks.report()
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import artifacts, chapters, cli, comparison, console, figures
+from shared import files, chapters, cli, comparison, console, figures
 from shared.checks import Checks
 from shared.randomness import generator
 
@@ -139,8 +139,8 @@ def main() -> int:
     )
 
     folder = Path(__file__).parent / "outputs"
-    artifacts.claim_folder(folder)
-    artifacts.write_bytes(folder / "stream-by-depth.png", figures.png(draw_streams(streams)))
+    files.claim_folder(folder)
+    files.write_bytes(folder / "stream-by-depth.png", figures.png(draw_streams(streams)))
     console.say(f"drawn to {folder / 'stream-by-depth.png'}")
     return checks.report()
 

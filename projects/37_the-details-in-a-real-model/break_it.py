@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import artifacts, chapters, cli, console, figures, sabotage
+from shared import files, chapters, cli, console, figures, sabotage
 from shared.console import Table, say
 from shared.experiment import log_text
 from shared.instruments import Case, Instrument, Outcome, Reading, Sabotage, examine
@@ -437,7 +437,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.list or args.sabotage or args.quiz or args.answer is not None:
         return sabotage.main(CASE, __doc__, argv)
     folder = Path(__file__).parent / "outputs"
-    artifacts.claim_folder(folder)
+    files.claim_folder(folder)
     torch.set_num_threads(1)  # the numbers don't depend on the cores then, and a busy machine doesn't stall it
     sabotage.list_all(CASE)
     say(f"\nNow on {TEXT['--all']:,} tokens of documentation, with the question: {QUESTION}")
@@ -452,8 +452,8 @@ def main(argv: list[str] | None = None) -> int:
     say()
     say(table)
     say(f"\n{ending}", style="bold red" if wrong else "bold green")
-    artifacts.write_text(folder / "break_it.txt", log_text([table, ending]))
-    artifacts.write_bytes(folder / "perplexity.png", figures.png(draw(outcomes)))
+    files.write_text(folder / "break_it.txt", log_text([table, ending]))
+    files.write_bytes(folder / "perplexity.png", figures.png(draw(outcomes)))
     say(f"\nwritten to {folder}: break_it.txt, perplexity.png")
     return 1 if wrong else 0
 

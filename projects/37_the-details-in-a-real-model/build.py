@@ -29,9 +29,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import artifacts, chapters, cli, data
+from shared import files, chapters, cli, data
 from shared.console import Table, say
-from shared.errors import UserError
+from shared.console import UserError
 from shared.experiment import log_text
 
 gpt, modern = chapters.load_build(5), chapters.load_build(7)
@@ -350,7 +350,7 @@ def experiment(file, model: CachedGPT, tokenizer, options: argparse.Namespace) -
     """Three answers, what was measured, and where it is kept."""
     here = Path(__file__).parent
     folder = options.output_dir or here / "outputs"
-    artifacts.claim_folder(folder)
+    files.claim_folder(folder)
     text = "".join(data.texts_at(Path(options.data))) if options.data else step_05.evaluation_text()
     ids = torch.tensor(tokenizer.encode(text))
     if len(ids) < 2:
@@ -368,8 +368,8 @@ def experiment(file, model: CachedGPT, tokenizer, options: argparse.Namespace) -
     for block in blocks:
         say()
         say(block)
-    artifacts.write_text(folder / "run_log.txt", log_text([words, *said, *blocks]))
-    artifacts.write_json(folder / "results.json", found)
+    files.write_text(folder / "run_log.txt", log_text([words, *said, *blocks]))
+    files.write_json(folder / "results.json", found)
     say(f"\nwritten to {folder}: run_log.txt, results.json")
     return 0
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 from shared import cli
 from shared.checks import Checks
 from shared.console import Table, say
-from shared.errors import UserError
+from shared.console import UserError
 
 if importlib.util.find_spec("gguf"):  # else WeightsFile says what to type
     import gguf

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 from shared import chapters, cli, data
 from shared.checks import Checks
 from shared.console import Table, say
-from shared.errors import UserError
+from shared.console import UserError
 
 step_01 = chapters.load_step(37, 1)
 

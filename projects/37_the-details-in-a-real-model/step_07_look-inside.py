@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import artifacts, chapters, cli, figures
+from shared import files, chapters, cli, figures
 from shared.checks import Checks
 from shared.console import Table, say
 
@@ -93,8 +93,8 @@ def main() -> int:
     say(f"{T} tokens of documentation; most: {most}, the kurtosis of a single spike among {C} numbers")
     say(Table(heads, rows))
     folder = Path(__file__).parent / "outputs"
-    artifacts.claim_folder(folder)
-    artifacts.write_bytes(folder / "hidden_states.png", figures.png(draw(stream)))
+    files.claim_folder(folder)
+    files.write_bytes(folder / "hidden_states.png", figures.png(draw(stream)))
     say(f"\ndrawn in {folder / 'hidden_states.png'}")
 
     theirs = list(stream_stats(model, idx).values())  # chapter 07's instrument, by hooks of its own

@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from shared.errors import UserError
+from shared.console import UserError
 
 
 def claim_folder(folder: Path) -> None:

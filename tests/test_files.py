@@ -5,40 +5,40 @@ import math
 
 import pytest
 
-from shared import artifacts
-from shared.errors import UserError
+from shared import files
+from shared.console import UserError
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
-    artifacts.write_text(path, "old")
+    files.write_text(path, "old")
 
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(artifacts.os, "replace", fail)
+    monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(KeyboardInterrupt):
-        artifacts.write_text(path, "new")
+        files.write_text(path, "new")
     assert path.read_text(encoding="utf-8") == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_json_is_strict_and_keeps_every_digit(tmp_path):
     path = tmp_path / "r.json"
-    artifacts.write_json(path, {"loss": 0.1 + 0.2, "name": "é"})
+    files.write_json(path, {"loss": 0.1 + 0.2, "name": "é"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"loss": 0.1 + 0.2, "name": "é"}
     with pytest.raises(ValueError):
-        artifacts.write_json(path, {"loss": math.nan})
+        files.write_json(path, {"loss": math.nan})
     assert json.loads(path.read_text(encoding="utf-8"))["name"] == "é"
 
 
 def test_a_folder_that_was_deleted_meanwhile_is_made_again(tmp_path):
-    artifacts.write_text(tmp_path / "gone" / "file", "kept")
+    files.write_text(tmp_path / "gone" / "file", "kept")
     assert (tmp_path / "gone" / "file").read_text(encoding="utf-8") == "kept"
 
 
 def test_a_folder_is_made_with_its_parents_and_left_empty(tmp_path):
-    artifacts.claim_folder(tmp_path / "a" / "b é")
+    files.claim_folder(tmp_path / "a" / "b é")
     assert list((tmp_path / "a" / "b é").iterdir()) == []
 
 
@@ -46,5 +46,5 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match="name a folder you may write to") as error:
-            artifacts.claim_folder(folder)
+            files.claim_folder(folder)
         assert str(folder) in str(error.value)
