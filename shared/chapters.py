@@ -4,12 +4,15 @@ The files are called `build.py` and `step_02_build-rmsnorm-from-scratch.py` so t
 book; neither name can be written in an `import` statement, so this module does the importing.
 """
 
+import importlib.abc
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 PROJECTS = Path(__file__).resolve().parent.parent / "projects"
+PREFIX = "chapters:"
 
 
 def load_build(chapter: int) -> ModuleType:
@@ -37,15 +40,38 @@ def chapter_folder(chapter: int) -> Path:
 
 def load_file(path: str | Path) -> ModuleType:
     """The module in the Python file `path`; the same object every time it is asked for in one process."""
-    path = Path(path).resolve()
-    name = f"chapters:{path}"  # a name that no import statement can collide with
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before it runs: dataclasses look their own module up
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    return importlib.import_module(module_name(Path(path).resolve()))
+
+
+def module_name(path: Path) -> str:
+    """The name under which a file is imported: its path, with no dot in it, as dots mean packages."""
+    return PREFIX + str(path).replace("%", "%25").replace(".", "%2E")
+
+
+class ByPath(importlib.abc.MetaPathFinder):
+    """Teaches `import` the names that module_name() gives.
+
+    So a worker process can be sent a config or an experiment: Python's pickle stores the name of
+    an object's class and module, and the worker imports that module.
+    """
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None):
+        if not name.startswith(PREFIX):
+            return None
+        file = name.removeprefix(PREFIX).replace("%2E", ".").replace("%25", "%")
+        return importlib.util.spec_from_file_location(name, file)
+
+
+sys.meta_path.append(ByPath)
+
+
+def sources(path: str | Path) -> list[Path]:
+    """The file itself and every chapter's build.py that it builds on, found by their load_build(N)."""
+    found = [Path(path).resolve()]
+    for file in found:
+        for chapter in re.findall(r"load_build\((\d+)\)", file.read_text(encoding="utf-8")):
+            build = chapter_folder(int(chapter)) / "build.py"
+            if build not in found:
+                found.append(build)
+    return found
