@@ -26,9 +26,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, comparison, data, experiment, figures, kernels, report
+from shared import chapters, cli, data, figures, report, runs
+from shared.cli import Plan, Preset, Variant
 from shared.console import Table
-from shared.plan import Plan, Preset, make_plan
 from shared.training import TrainingSettings
 
 gpt = chapters.load_build(5)
@@ -529,12 +529,12 @@ def look_inside(model: nn.Module, untrained: nn.Module, corpus: data.Corpus) -> 
 
 
 def describe(
-    results: list[comparison.Result], variants: list[str], shown: str
+    results: list[runs.Result], variants: list[str], shown: str
 ) -> list[str | Table]:
     """The MEASURES of each variant, means over seeds; the favourites of `shown`, first seed."""
 
     def cell(variant: str, key: str) -> str:
-        mean = comparison.mean_of(results, variant, lambda result: result.found[key])
+        mean = runs.mean_of(results, variant, lambda result: result.found[key])
         return report.number(mean, MEASURES[key][1])
 
     rows = [[variant, *(cell(variant, key) for key in MEASURES)] for variant in variants]
@@ -558,7 +558,7 @@ def favourites_table(found: dict) -> Table:
     return Table(["expert", "load", "of which tokens it gets the largest parts"], rows)
 
 
-def load_figure(results: list[comparison.Result]) -> dict:
+def load_figure(results: list[runs.Result]) -> dict:
     """expert_load.png: the loads over training, first and last layer; {} where nobody looked."""
     panels = {}
     for result in results:
@@ -579,86 +579,128 @@ def load_figure(results: list[comparison.Result]) -> dict:
 # ---------------------------------------------------------------- experiment
 
 PRESETS = {
-    "tiny": Preset(SparseConfig(), TrainingSettings(observe_every=10), corpus="docs", tokenizer="char", seeds=3),
-    "full": Preset(
-        SparseConfig(block_size=256, n_layers=6, n_heads=6, d_model=384, d_hidden=512, bias_speed=0.001),
-        TrainingSettings(
-            steps=2000, batch_size=64, learning_rate=1e-3, warmup=100, final_rate=0.1, observe_every=20, autocast=True
-        ),
-        corpus="source", tokenizer="bpe4k", seeds=3,
+    "tiny": Preset(
+        SparseConfig(),
+        TrainingSettings(observe_every=10),
+        corpus="docs",
+        tokenizer="char",
+        seeds=3,
     ),
-}  # fmt: skip
-NOT_CAUSAL = "expert choice"
+    "full": Preset(
+        SparseConfig(
+            block_size=256, n_layers=6, n_heads=6, d_model=384, d_hidden=512, bias_speed=0.001
+        ),
+        TrainingSettings(
+            steps=2000,
+            batch_size=64,
+            learning_rate=1e-3,
+            warmup=100,
+            final_rate=0.1,
+            observe_every=20,
+            precision="bfloat16",
+        ),
+        corpus="source",
+        tokenizer="bpe4k",
+        seeds=8,
+    ),
+}
+DENSE = "dense"
+TOP_2 = "top-2 + loss"
+EXPERT_CHOICE = "expert choice"  # not causal: its loss doesn't compare
 
 
-def variants(cfg: SparseConfig) -> dict[str, dict]:
-    """What differs from cfg; the first is the baseline. All have the same active width, top_k · d_hidden, and the
-    sparse ones the same total: Switch has half as many experts, twice as wide."""
+def variant(name: str, **changes) -> Variant:
+    return Variant(name, labels={"model": name}, changes=changes)
+
+
+def variants(cfg: SparseConfig) -> list[Variant]:
+    """The routers beside a dense model, which comes first as the baseline.
+
+    All have the same active width, top_k · d_hidden, and the sparse ones the same total: Switch has
+    half as many experts, twice as wide.
+    """
     width = cfg.top_k * cfg.d_hidden
-    return {
-        "dense": {"mlp_type": "swiglu", "d_hidden": width},
-        "top-2 + loss": {},
-        "top-2 alone": {"balance_weight": 0.0},
-        "Switch + loss": {"router_type": "switch", "top_k": 1, "n_experts": cfg.n_experts // 2, "d_hidden": width},
-        "top-2 + bias": {"router_type": "bias", "balance_weight": 0.0},
-        NOT_CAUSAL: {"router_type": "expert_choice", "balance_weight": 0.0},
-    }
+    few = cfg.n_experts // 2
+    return [
+        variant(DENSE, mlp_type="swiglu", d_hidden=width),
+        variant(TOP_2),
+        variant("top-2 alone", balance_weight=0.0),
+        variant("Switch + loss", router_type="switch", top_k=1, n_experts=few, d_hidden=width),
+        variant("top-2 + bias", router_type="bias", balance_weight=0.0),
+        variant(EXPERT_CHOICE, router_type="expert_choice", balance_weight=0.0),
+    ]
 
 
-class SparseOrDense(comparison.Experiment):
+def is_sparse(model: nn.Module) -> bool:
+    """Asked of the method and not of the class: a compiled model is no SparseGPT."""
+    return hasattr(model, "forward_with_routing")
+
+
+class SparseOrDense(runs.Experiment):
     """Sparse models with different routers against a dense one."""
 
-    band = 0.04  # one rounding may send a token elsewhere: other instruction sets moved means by up to 0.015 nats
+    # One rounding may send a token elsewhere: other instruction sets moved means by up to 0.015.
+    band = 0.04
 
-    def build_model(self, variant: str, config: dict, vocab_size: int, seed: int) -> nn.Module:
-        cfg = SparseConfig(**config)
-        model = (SparseGPT if cfg.mlp_type == "moe" else modern.ModernGPT)(cfg, vocab_size)
-        gpt.init_parameters(model, seed, cfg.init_std)
+    def build_model(self, config: SparseConfig, vocab_size: int, seed: int) -> nn.Module:
+        if config.mlp_type == "moe":
+            model = SparseGPT(config, vocab_size)
+        else:
+            model = modern.ModernGPT(config, vocab_size)
+        gpt.init_parameters(model, seed, config.init_std)
         return model
 
     def training_loss(self, model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
-        """(cross-entropy + balance_weight · the layers' mean auxiliary loss, the cross-entropy alone)."""
-        if not isinstance(model, SparseGPT):
+        """(cross-entropy + balance_weight · the layers' mean balance loss, cross-entropy alone,
+        what the routers did)."""
+        if not is_sparse(model):
             return super().training_loss(model, idx, targets)
         _, cross_entropy, routings = model.forward_with_routing(idx, targets)
-        balance = torch.stack([switch_balance_loss(r.logits, model.cfg.top_k) for r in routings]).mean()
-        for block, routing in zip(model.blocks, routings):
+        losses = [switch_balance_loss(routing.logits, model.cfg.top_k) for routing in routings]
+        balance = torch.stack(losses).mean()
+        return cross_entropy + model.cfg.balance_weight * balance, cross_entropy, routings
+
+    def after_step(self, model: nn.Module, told: list[Routing] | None) -> None:
+        """Move the bias of the routers that have one."""
+        for block, routing in zip(model.blocks, told or []):
             if isinstance(block.mlp, BiasMoE):
                 block.mlp.update_bias(routing)
-        return cross_entropy + model.cfg.balance_weight * balance, cross_entropy
 
     def observe(self, model: nn.Module, idx: torch.Tensor) -> dict:
-        if not isinstance(model, SparseGPT):
+        """The load of each expert in each layer, as parts of 1."""
+        if not is_sparse(model):
             return {}
-        loads = [routing.chosen.sum(0).double() for routing in model.forward_with_routing(idx)[2]]
-        return {"loads": [(load / load.sum()).tolist() for load in loads]}  # as parts of 1
+        _, _, routings = model.forward_with_routing(idx)
+        loads = [routing.chosen.sum(0).cpu().double() for routing in routings]
+        return {"loads": [(load / load.sum()).tolist() for load in loads]}
 
     def inspect(self, model: nn.Module, corpus: data.Corpus, seed: int) -> dict:
         found = {"active": active_parameters(model)}
-        if isinstance(model, SparseGPT):
-            untrained = self.build_model("", vars(model.cfg), model.vocab_size, seed).to(model.lm_head.weight.device)
+        if is_sparse(model):
+            untrained = self.build_model(model.cfg, model.vocab_size, seed)
+            untrained.to(model.lm_head.weight.device)
             found |= look_inside(model, untrained, corpus)
         return found
 
 
-def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]:
-    """The losses, the routing, and which tokens the experts of one model get most."""
-    losses = report.comparison_table(
-        plan,
-        results,
-        labels={"model": lambda variant: variant + " (not causal)" * (variant == NOT_CAUSAL)},
-        extra={"active": lambda v: report.number(comparison.mean_of(results, v, lambda r: r.found["active"]), ",.0f")},
-    )
-    causal = [variant for variant in plan.variants if variant not in (plan.baseline, NOT_CAUSAL)]
-    pairs = [(variant, plan.baseline) for variant in causal] + [("top-2 alone", "top-2 + loss")]
-    sentences = [report.difference_sentence(plan, results, *pair) for pair in pairs]
-    sentences.append(report.size_and_time_sentence(results, "top-2 + loss", plan.baseline))
-    sentences.append(f"The loss of {NOT_CAUSAL} doesn't compare: its router saw the tokens that were to be predicted.")
-    said = "As measured in this run:\n" + "\n".join(f"- {sentence}" for sentence in sentences if sentence)
-    return [losses, said, *describe(results, [*causal, NOT_CAUSAL], shown="top-2 + loss")]
+def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
+    """The finding, the losses, the routing, and which tokens the experts of one model get most."""
+
+    active = {r.found["active"] for r in results if r.found}
+    blocks: list[str | Table] = [report.comparison_table(plan, results), report.caption(plan)]
+    if active:
+        blocks.append(
+            f"Of these parameters one token uses {min(active):,} to {max(active):,}, whatever the "
+            f"model. The loss of {EXPERT_CHOICE} doesn't compare: its router saw the tokens that "
+            "were to be predicted."
+        )
+    finding = report.finding(plan, results, leave_out=EXPERT_CHOICE)
+    routers = [name for name in plan.names if name != DENSE]
+    blocks += describe(results, routers, shown=TOP_2)
+    return [finding, *blocks] if finding else blocks
 
 
-def draw(plan: Plan, results: list[comparison.Result]) -> dict:
+def draw(plan: Plan, results: list[runs.Result]) -> dict:
     """The figures of this run by file name; the loads are the first seed's."""
     first = [r for r in results if r.run.seed == plan.seeds[0] and r.history and r.found]
     return {"curves.png": figures.curves(plan, results), **load_figure(first)}
@@ -668,9 +710,10 @@ def main(argv: list[str] | None = None) -> int:
     here = Path(__file__).parent
     options = cli.parse(__doc__, argv, here / "outputs")
     preset = PRESETS[options.preset]
-    plan = make_plan("Mixture of experts: five routers beside a dense model", preset, variants(preset.model), options)
-    return experiment.carry_out(SparseOrDense, plan, summarize, draw, here / "expected")
+    title = "Mixture of experts: five routers beside a dense model"
+    plan = cli.make_plan(title, preset, variants(preset.model), options)
+    return report.carry_out(SparseOrDense(), plan, summarize, draw, here / "expected")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_build(__file__)
