@@ -1,7 +1,9 @@
-"""What every test shares: the repository on the path, one thread, chapters by number, scripts as a person runs them.
+"""What every test shares: the repository on the path, one thread, chapters by number, scripts as a
+person runs them.
 
-The suite runs in two worker processes (pytest-xdist). What takes long and is asserted on in several tests is made once
-for both: `once`, and what stands on it. A single file that is named on the command line runs in this process.
+The suite runs in two worker processes (pytest-xdist). What takes long and is asserted on in several
+tests is made once for both: `once`, and what stands on it. A single file that is named on the
+command line runs in one process.
 """
 
 import contextlib
@@ -19,7 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# Before torch is imported: two OpenMP threads on a busy core are far slower than one. Child processes inherit it.
+# Before torch is imported: two OpenMP threads on a busy core are far slower than one.
+# Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,7 +32,8 @@ from shared.instruments import Reading, examine
 from shared.kernels import fastest_float32
 
 LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what another one makes
-# A test that asks for one of these starts processes or trains; so does one that is marked `slow`.
+ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
+# A test that asks for one of these is slow: it starts processes or trains.
 SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined"}
 
 
@@ -37,7 +41,7 @@ SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined"}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers, as the suite's time is meant; none for a single file, where starting them takes longer."""
+    """Two workers; none for a single file, which is done before they would have started."""
     files = {argument.split("::")[0] for argument in config.args}
     alone = len(files) == 1 and Path(*files).is_file()
     return 0 if alone else 2
@@ -64,10 +68,11 @@ def one_thread() -> None:
 
 
 class Once:
-    """Values that several tests need and one makes: once("name", make) is make()'s value, in whichever worker.
+    """Values that several tests need: once("name", make) is what make() returned in one worker.
 
-    The value travels as a pickle. So it must not hold instances of a class that stands in a chapter's file, which no
-    import statement can find; instances of a class in shared/ are fine. If make() fails, it fails for all.
+    The value travels as a pickle, so it can't hold instances of a class that stands in a chapter's
+    file, which no import statement finds; a class of shared/ is fine. If make() fails, it fails for
+    all.
     """
 
     def __init__(self, folder: Path):
@@ -85,7 +90,7 @@ class Once:
     def made(self, name: str, make: Callable[[], Any]) -> tuple[Any, str | None]:
         path = self.folder / hashlib.sha256(name.encode("utf-8")).hexdigest()[:16]
         try:
-            os.close(os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_EXCL))  # one worker gets it
+            os.close(os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return self.awaited(name, path)
         try:
@@ -114,7 +119,9 @@ class Once:
 def shared_folder(tmp_path_factory) -> Path:
     """A folder for this session alone, the same one in every worker."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared by all workers"
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder in that of the session
+        base = base.parent
+    folder = base / "shared by all workers"
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -136,16 +143,16 @@ class TinyRun(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny_run(once, shared_folder) -> Callable[[int], TinyRun]:
-    """tiny_run(chapter): `build.py --tiny`, run once in a session. Read its folder; write nothing there."""
+    """tiny_run(chapter): `build.py --tiny`, run once in a session. Write nothing into its folder."""
 
     def run(chapter: int) -> TinyRun:
         folder = shared_folder / f"chapter {chapter:02d}"
         build = chapters.chapter_folder(chapter) / "build.py"
 
-        def make() -> TinyRun:
-            return TinyRun(*script(shared_folder, build, "--tiny", "--output-dir", str(folder)), folder)
+        def make() -> tuple[int, str, str]:
+            return script(shared_folder, build, "--tiny", "--output-dir", str(folder))
 
-        return once(f"tiny run {chapter}", make)
+        return TinyRun(*once(f"tiny run {chapter}", make), folder)
 
     return run
 
@@ -162,13 +169,13 @@ def step_run(once) -> Callable[[Path], StepRun]:
     """step_run(path): the step's status and what it printed, run once in a session."""
 
     def run(path: Path) -> StepRun:
-        def make() -> StepRun:
+        def make() -> tuple[int, str]:
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 status = chapters.load_file(path).main()
-            return StepRun(status, out.getvalue())
+            return status, out.getvalue()
 
-        return once(f"step {path}", make)
+        return StepRun(*once(f"step {path}", make))
 
     return run
 
@@ -196,8 +203,8 @@ def sparse() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def examined(once):
-    """What all instruments of a break_it.py read: examined(path) of the healthy patient of seed 1, examined(path, name)
-    after the sabotage of that name. Each is examined once in a session, the healthy patients too."""
+    """What all instruments of a break_it.py read: examined(path) of the healthy patient of seed 1,
+    examined(path, name) after the sabotage of that name. Each is examined once in a session."""
     patients = {}
 
     def healthy(path: Path):
@@ -225,7 +232,7 @@ def examined(once):
 def script(folder: Path, path: Path, *flags: str, **environment: str) -> tuple[int, str, str]:
     """Run a script by its path from `folder`: (status, stdout, stderr)."""
     done = subprocess.run(
-        [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning", str(path), *flags],
+        [sys.executable, *ENCODING_ERRORS, str(path), *flags],
         cwd=folder,
         env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
         stdin=subprocess.DEVNULL,
@@ -239,5 +246,6 @@ def script(folder: Path, path: Path, *flags: str, **environment: str) -> tuple[i
 
 @pytest.fixture
 def run_script(tmp_path):
-    """Run a script by its path, from a directory that isn't its own, as a person would: (status, stdout, stderr)."""
+    """Run a script by its path, from a directory that isn't its own, as a person would:
+    (status, stdout, stderr)."""
     return lambda path, *flags, **environment: script(tmp_path, path, *flags, **environment)
