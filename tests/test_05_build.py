@@ -38,6 +38,14 @@ def test_a_tied_matrix_counts_once_and_an_untied_one_twice(gpt, model):
     assert gpt.count_parameters(model) == tied + VOCAB * SHAPE["d_model"]
 
 
+def test_a_tied_matrix_counts_once_on_the_meta_device_too(gpt, model):
+    with torch.device("meta"):
+        on_meta = gpt.GPT(gpt.GPTConfig(**SHAPE), VOCAB)
+        assert gpt.count_parameters(on_meta) == gpt.count_parameters(model)
+        on_meta.lm_head.weight = torch.nn.Parameter(torch.empty_like(on_meta.lm_head.weight))
+    assert gpt.count_parameters(on_meta) == gpt.count_parameters(model) + VOCAB * SHAPE["d_model"]
+
+
 def test_attention_is_softmax_of_scaled_scores_over_the_past(gpt):
     """Written out by hand, in float64: softmax(q kᵀ / √D + mask) v, forward and gradient."""
     attention = gpt.CausalSelfAttention(gpt.GPTConfig(**SHAPE)).double()
@@ -185,6 +193,29 @@ def test_top_k_leaves_only_k(gpt):
     drawn = gpt.generate(Counting(), torch.full((300, 1), 5), 1, top_k=2, generator=generator(1, "draws"))[:, 1]
     assert set(drawn.tolist()) == {6, 7}
     assert gpt.generate(Counting(), torch.tensor([[5]]), 1, top_k=99).shape == (1, 2)  # more than there are: all
+
+
+class Tied(torch.nn.Module):
+    """After every context the same logits, of which three are equal at the top and two below them."""
+
+    cfg = type("Config", (), {"block_size": 4})
+
+    def forward(self, idx, targets=None):
+        logits = torch.tensor([1.0, 2.0, 0.0, 2.0, 1.0, 2.0])
+        return logits.expand(*idx.shape, 6), None
+
+
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {1, 3, 5}), (4, {0, 1, 3, 5}), (6, set(range(6)))]
+)
+def test_top_k_keeps_exactly_k_when_logits_are_equal(gpt, top_k, kept):
+    """Of equals the lower ids, so top_k = 1 writes what temperature 0 writes."""
+    contexts = torch.zeros(600, 1, dtype=torch.long)
+    draws = generator(1, "draws")
+    drawn = gpt.generate(Tied(), contexts, 1, top_k=top_k, generator=draws)[:, 1]
+    assert set(drawn.tolist()) == kept
+    if top_k == 1:
+        assert torch.equal(drawn, gpt.generate(Tied(), contexts, 1, temperature=0)[:, 1])
 
 
 @pytest.mark.parametrize(
