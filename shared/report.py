@@ -79,6 +79,7 @@ def read_and_train(experiment: Experiment, plan: Plan) -> list[Result]:
     if plan.options.fresh:
         runs.Store(plan, experiment).forget()
     results = runs.stored(plan, experiment, any_source=plan.options.report)
+    outdated = len(runs.stored(plan, experiment, any_source=True)) - len(results)
     results = runs.known_to_all(plan, experiment, results)
     missing = plan.n_runs - len(results)
     if plan.options.report:
@@ -87,6 +88,8 @@ def read_and_train(experiment: Experiment, plan: Plan) -> list[Result]:
         if missing:
             console.say(f"{missing} of {plan.n_runs} runs are not there.")
         return in_order(plan, results)
+    if outdated > 0:
+        console.say(f"The code has changed: {outdated} stored runs are trained again.")
     if results:
         console.say(
             f"{len(results)} of {plan.n_runs} runs are stored already; "
@@ -294,14 +297,12 @@ def difference(results: list[Result], variant: str, baseline: str) -> Interval |
     return paired_difference(runs.losses_of(results, variant), runs.losses_of(results, baseline))
 
 
-def comparison_table(
-    plan: Plan, results: list[Result], extra: dict[str, Callable[[str], str]] | None = None
-) -> Table:
-    """One row a variant. `extra` are columns of the chapter's own, as {header: variant -> cell}."""
+def comparison_table(plan: Plan, results: list[Result]) -> Table:
+    """One row a variant: its size, its losses, how it differs from the baseline, its time."""
     several = len(plan.variants) > 1
     headers = [*plan.variants[0].labels, "params", "train", "valid"]
     headers += ["difference", "verdict"] if several else []
-    headers += [*(extra or {}), "ms/step"]
+    headers.append("ms/step")
     rows = []
     for variant in plan.variants:
         name = variant.name
@@ -311,7 +312,6 @@ def comparison_table(
         row.append(number(mean_of(results, name, lambda r: r.history.validation_loss)))
         if several:
             row += difference_cells(plan, results, name)
-        row += [column(name) for column in (extra or {}).values()]
         row.append(number(mean_of(results, name, lambda r: r.history.ms_per_step), ".1f"))
         rows.append(row)
     return Table(headers, rows)
@@ -320,7 +320,7 @@ def comparison_table(
 def difference_cells(plan: Plan, results: list[Result], variant: str) -> list[str]:
     """The two cells that say how a variant differs from the baseline."""
     if variant == plan.baseline:
-        return ["-", "the baseline"]
+        return ["-", "baseline"]
     found = difference_to_baseline(plan, results, variant)
     return [str(found), found.verdict] if found else ["-", "no pair yet"]
 
@@ -342,12 +342,15 @@ def parameters_of(results: list[Result], variant: str) -> int:
     return next((r.parameters for r in results if r.run.variant == variant and r.parameters), 0)
 
 
-def finding(plan: Plan, results: list[Result]) -> str | None:
-    """How the variants' validation loss compares with the baseline's, in a sentence."""
+def finding(plan: Plan, results: list[Result], leave_out: str = "") -> str | None:
+    """How the variants' validation loss compares with the baseline's, in a sentence.
+
+    None without a finished pair. `leave_out` is a variant whose loss doesn't compare.
+    """
     said = {"lower": [], "higher": [], "can't tell": []}
     for name in plan.names[1:]:
         found = difference_to_baseline(plan, results, name)
-        if found:
+        if found and name != leave_out:
             said[found.verdict].append(f"{name} ({found})")
     parts = [f"{verdict}: {', '.join(names)}" for verdict, names in said.items() if names]
     if not parts:
