@@ -103,6 +103,7 @@ def until(condition, seconds=60):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+@pytest.mark.slow
 def test_a_killed_parent_leaves_no_worker_and_the_run_goes_on_to_the_same_bits(
     small, here, text, tmp_path
 ):
