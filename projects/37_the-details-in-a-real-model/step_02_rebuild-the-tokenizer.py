@@ -127,7 +127,7 @@ def main() -> int:
     checks = Checks()
     docs = "".join(data.torch_docs())
     same = docs == tokenizer.encoding.decode(tokenizer.encode(docs))
-    checks.true("there and back again", f"{len(docs):,} letters", "same", same)
+    checks.true("there and back again", "all letters", "same", same)
     message = "Say <|im_end|> twice."
     template = jinja2.Template(file.metadata["tokenizer.chat_template"])
     theirs = template.render(
@@ -136,7 +136,7 @@ def main() -> int:
     same = tokenizer.encoding.decode(tokenizer.chat(message)) == theirs
     checks.true("chat() as the file's template", "chat()", "same", same)
     n_ends = tokenizer.chat(message).count(tokenizer.special["<|im_end|>"])
-    checks.equal("ends of turns, not the typed one", n_ends, 2)
+    checks.equal("ends of turns in it", n_ends, 2)
     checks.equal("bytes without a token", len(tokenizer.unsayable), 21)
     return checks.report()
 

@@ -139,7 +139,7 @@ def main() -> int:
     full.qkv.weight.data = twice.flatten(0, 1)
     full.proj.weight.data = ours.proj.weight.data
     x = torch.randn(2, 7, cfg.d_model, generator=generator(1, "x"))
-    checks.close("full attention, heads repeated", ours(x), full(x), 1e-5)
+    checks.close("by full attention", ours(x), full(x), 1e-5)
     full.qkv.weight.data = torch.cat((q, k, k, v, v)).flatten(0, 1)  # heads 0 1 2 0 1 2
     gap = (ours(x) - full(x)).abs().max().item()
     checks.between("heads 0 1 2 0 1 2: off by", gap, 0.1, 10)

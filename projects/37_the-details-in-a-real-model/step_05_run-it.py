@@ -99,8 +99,8 @@ def main() -> int:
     loss = losses.mean().item()
     say(f"\nOn 300 tokens of documentation: {loss:.3f} nats a token,")
     say(f"perplexity {math.exp(loss):.2f}.")
-    say("The first 40 are in outputs/step_05.png: a token that nothing announces costs many")
-    say("nats, one that follows from the words before it costs nearly none.")
+    say("The first 40 are in outputs/step_05.png: a token that nothing announces costs")
+    say("many nats, one that follows from the words before it costs nearly none.")
 
     checks = Checks()
     checks.equal("it knows the capital", "Paris" in answer, True)

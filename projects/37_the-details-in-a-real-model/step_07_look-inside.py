@@ -12,8 +12,8 @@ it from its MLPs. Step 14 shows who looks at the first token.
 A small mean. LayerNorm subtracts from each token's vector the mean over its channels; RMSNorm
 leaves that out. So we ask how much there is to subtract. The share of the mean is
 |mean(x)| / √mean(x²): 1 if all channels are equal. Random numbers of mean 0 reach 0.033 with 576
-channels, as √(2 / (π · 576)). The model's vectors reach no more: there is next to nothing to
-subtract, and that is why RMSNorm can do LayerNorm's work.
+channels, as √(2 / (π · 576)). The model's vectors have no more on the whole: there is next to
+nothing to subtract, and that is why RMSNorm can do LayerNorm's work.
 
     python step_07_look-inside.py
 
@@ -92,7 +92,7 @@ def main() -> int:
     say(Table(headers, rows))
     draw_picture(stream, by_chance)
     say("\nLook at the largest: it jumps after layer 12, and stays in one place, token 0,")
-    say("channel 507. A smaller one, about 700, is in that channel after layers 3 to 9.")
+    say("channel 507. After layers 3 to 9 some other tokens hold about 700 in that channel.")
     say("Drawn: outputs/step_07.png")
 
     checks = Checks()

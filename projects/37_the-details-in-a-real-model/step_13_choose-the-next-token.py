@@ -68,7 +68,8 @@ def stream(
 
 # ---------------------------------------------------------------- look at it
 
-TEMPERATURES = (0.3, 1.0, 2.0)
+TEXT = "Every morning I drink a cup of"
+TEMPERATURES = (0.5, 1.0, 1.5)
 
 
 def draw_picture(logits: torch.Tensor, names: list[str]) -> Path:
@@ -90,11 +91,11 @@ def main() -> int:
     tokenizer = real.Tokenizer(file)
     model = real.load_model(file)
     decode = tokenizer.encoding.decode
-    ids = tokenizer.encode("My favourite animal is the")
+    ids = tokenizer.encode(TEXT)
     logits = model.lm_head(model.states(torch.tensor([ids]))[0, -1])
     names = [repr(decode([i])) for i in logits.topk(8).indices.tolist()]
     draw_picture(logits, names)
-    say('"My favourite animal is the", the likeliest next tokens: outputs/step_13.png\n')
+    say(f'What may follow "{TEXT}": outputs/step_13.png\n')
 
     def written(temperature: float, seed: int = 1) -> list[int]:
         draws = torch.Generator().manual_seed(seed)
@@ -109,8 +110,8 @@ def main() -> int:
     checks = Checks()
     checks.equal("at 0: the highest logit", texts[0][0], int(logits.argmax()))
     checks.equal("1e-40 counts as 0", written(1e-40) == texts[0], True)
-    checks.equal("same seed, same draws", written(2.0) == texts[2.0], True)
-    checks.equal("another seed, same draws", written(2.0, seed=2) == texts[2.0], False)
+    checks.equal("same seed, same draws", written(1.5) == texts[1.5], True)
+    checks.equal("another seed, same draws", written(1.5, seed=2) == texts[1.5], False)
     p = [F.softmax(logits / temperature, dim=-1).max().item() for temperature in TEMPERATURES]
     checks.equal("hotter: less for the likeliest", p == sorted(p, reverse=True), True)
     return checks.report()

@@ -13,8 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,25 +72,24 @@ def theirs(model, ids: list[int]) -> Iterator[int]:
 
 def ours(model, ids: list[int]) -> Iterator[int]:
     """The same of ours."""
-    with model.remembering(len(ids) + N_NEW):
+    with real.remembering(model, len(ids) + N_NEW):
         yield from real.stream(model, ids, 1 + N_NEW)
 
 
 def in_turn(writers: dict) -> dict[str, tuple[float, float, list[int]]]:
-    """{name: (context, start)} -> {name: (seconds to read, seconds a token, tokens)}.
+    """{name: start} -> {name: (seconds to read, seconds a token, tokens)}.
 
     They take turns at every token, so that a busy moment of the machine hits all alike. Of the readings the fastest
     counts, of the tokens the median.
     """
     reading, writing, tokens = ({name: [] for name in writers} for _ in range(3))
     for _ in range(TRIES):
-        running = {name: start() for name, (_, start) in writers.items()}
+        running = {name: start() for name, start in writers.items()}
         for i in range(1 + N_NEW):
-            for name, (context, _) in writers.items():
-                with context():
-                    started = time.perf_counter()
-                    token = next(running[name])
-                    (writing if i else reading)[name].append(time.perf_counter() - started)
+            for name, writer in running.items():
+                started = time.perf_counter()
+                token = next(writer)
+                (writing if i else reading)[name].append(time.perf_counter() - started)
                 tokens[name].append(token)
         for writer in running.values():
             writer.close()
@@ -100,12 +97,11 @@ def in_turn(writers: dict) -> dict[str, tuple[float, float, list[int]]]:
 
 
 def against_transformers(model, file, ids: list[int], checks: Checks) -> None:
-    other, fast = transformers_model(file, model.cfg, model.vocab_size), partial(real.step_05.fast, model)
+    other = transformers_model(file, model.cfg, model.vocab_size)
     seen = in_turn(
         {
-            "ours": (nullcontext, lambda: ours(model, ids)),
-            "transformers": (nullcontext, lambda: theirs(other, ids)),
-            "transformers, our kernels": (fast, lambda: theirs(other, ids)),
+            "ours": lambda: ours(model, ids),
+            "transformers": lambda: theirs(other, ids),
         }
     )
     rows = [[name, f"{read:.2f}", f"{1 / write:.1f}"] for name, (read, write, _) in seen.items()]
@@ -118,13 +114,14 @@ def against_transformers(model, file, ids: list[int], checks: Checks) -> None:
 
 def main() -> int:
     checks, started = Checks(), time.perf_counter()
-    file = real.step_01.WeightsFile(real.step_01.packaged_weights())
-    tokenizer, model = real.step_02.Tokenizer(file), real.step_04.load_model(file, real.CachedGPT)
+    file = real.WeightsFile(real.packaged_weights())
+    tokenizer = real.Tokenizer(file)
+    model = real.load_model(file)
     checks.between("seconds to open the file and build the model", time.perf_counter() - started, 0, 15)
-    ids = tokenizer.encode(real.step_05.evaluation_text())[:N_PROMPT]
-    write = in_turn({"ours": (nullcontext, lambda: ours(model, ids[:256]))})["ours"][1]
+    ids = tokenizer.encode(real.evaluation_text())[:N_PROMPT]
+    write = in_turn({"ours": lambda: ours(model, ids[:256])})["ours"][1]
     again = []
-    with real.step_05.fast(model), torch.inference_mode():
+    with torch.inference_mode():
         for _ in range(TRIES):
             began = time.perf_counter()
             model.states(torch.tensor([ids[:256]]))
