@@ -14,8 +14,7 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # two OpenMP threads on two busy cores are far slower than one
 
 from shared import chapters
-from shared.instruments import Reading, examine
-from shared.kernels import fastest_float32
+from shared.sabotage import Reading, examine
 
 
 @pytest.fixture(scope="session")
@@ -42,8 +41,7 @@ def examined():
             patient = case.healthy(1)
             if name is not None:
                 patient = next(s for s in case.sabotages if s.name == name).damage(patient)
-            with fastest_float32():
-                known[path, name] = examine(case, patient)
+            known[path, name] = examine(case, patient)
         return known[path, name]
 
     return readings
