@@ -69,7 +69,7 @@ class Patient:
         layer = self.build.ROUTERS[router_type](self.build.SparseConfig(**shape))
         for name, p in layer.named_parameters():
             nn.init.normal_(p, std=0.4, generator=generator(self.start, name, tuple(p.shape)))
-        return layer.eval()
+        return layer
 
     def model(self) -> nn.Module:
         """A model at its start."""
@@ -274,7 +274,7 @@ def precision(patient: Patient) -> Reading:
 
 @torch.no_grad()
 def short_batch(patient: Patient) -> Reading:
-    """How many tokens a Switch of 8 experts serves when they come one by one, as in generation."""
+    """How many tokens a Switch of 8 experts serves in training when they come one by one."""
     switch = patient.layer("switch", n_experts=8, top_k=1)
     served = sum(int(switch(x[None])[1].chosen.any()) for x in noise(patient, 9, 12))
     return Reading(f"{served} of 9 served", served == 9, served)
@@ -282,7 +282,7 @@ def short_batch(patient: Patient) -> Reading:
 
 @torch.no_grad()
 def dropped(patient: Patient) -> Reading:
-    """What a Switch adds to the stream for tokens that it drops: six equal ones, room for two."""
+    """What a Switch in training writes for tokens that it drops: six equal ones, room for two."""
     switch = patient.layer("switch", n_experts=3, top_k=1, capacity_factor=1.0)
     y = switch(noise(patient, 12).expand(6, 12))[0]
     size = y[2:].abs().max().item()
@@ -291,7 +291,10 @@ def dropped(patient: Patient) -> Reading:
 
 @torch.no_grad()
 def causality(patient: Patient) -> Reading:
-    """How many of the first 23 positions change their output when later tokens are exchanged."""
+    """How many of the first 23 positions change their output when later tokens are exchanged.
+
+    In training, where a Switch drops tokens.
+    """
     x = noise(patient, 40, 12)
     layers = {
         "top-2": patient.layer("top_k"),
@@ -407,9 +410,9 @@ SABOTAGES = (
     ),
     silent(
         "renormalised-top-1",
-        old="wanted = top_k_mask(probabilities, self.top_k)",
-        new="wanted = top_k_mask(probabilities, self.top_k)\n"
-        "probabilities = probabilities / (probabilities * wanted).sum(-1, keepdim=True)",
+        old="if self.training:",
+        new="probabilities = probabilities / (probabilities * chosen).sum(-1, keepdim=True)\n"
+        "if self.training:",
         predicts="the router's gradient is rounding, a ten-thousandth of what it was or less, and "
         "its load is the same",
         explains="One probability divided by itself is 1, whatever the logits are. That is a "
@@ -421,7 +424,8 @@ SABOTAGES = (
     ),
     silent(
         "layers-concatenated",
-        old="torch.stack([switch_balance_loss(r.logits, model.cfg.top_k) for r in routings]).mean()",
+        old="torch.stack([switch_balance_loss(r.logits, model.cfg.top_k) for r in routings])"
+        ".mean()",
         new="switch_balance_loss(torch.cat([r.logits for r in routings]), model.cfg.top_k)",
         predicts="two layers that collapsed onto opposite halves of their experts score 1, as if "
         "balanced, not 2",
@@ -486,13 +490,13 @@ SABOTAGES = (
     ),
     silent(
         "capacity-floored",
-        old="return max(1, math.ceil(capacity_factor * top_k * n_tokens / n_experts))",
-        new="return int(capacity_factor * top_k * n_tokens / n_experts)",
-        predicts="tokens that come one by one are all dropped: the layer is silent in generation, "
-        "not in training",
-        explains="1.25 · 1 / 8 rounds down to 0. A training batch of hundreds of tokens never "
-        "notices. A prompt that is continued token by token meets a model without experts. Round "
-        "up, and serve at least one.",
+        old="return max(1, math.ceil(round(share, 9)))",
+        new="return int(share)",
+        predicts="tokens that are trained on one by one are all dropped, and no expert learns "
+        "from them",
+        explains="1.25 · 1 / 8 rounds down to 0. A batch of hundreds of tokens never notices. "
+        "With many experts and few tokens, as where a batch is cut up among many devices, every "
+        "expert's share falls below 1, and the layer is silent. Round up, and serve at least one.",
         instrument="short-batch",
         sizes=lambda healthy, broken: broken.number == 0,
     ),
@@ -511,8 +515,9 @@ SABOTAGES = (
     ),
     silent(
         "score-priority",
-        old="wanted.cumsum(0)",
-        new="(probabilities * wanted).argsort(dim=0, descending=True, stable=True).argsort(0) + 1",
+        old="queue_position = chosen.cumsum(0)",
+        new="best_first = (probabilities * chosen).argsort(dim=0, descending=True, stable=True)\n"
+        "queue_position = 1 + best_first.argsort(dim=0)",
         predicts="outputs of a Switch change when later tokens do: it looks into the future",
         explains="Keeping those who want an expert most sounds fair, and for images it is "
         "(Riquelme et al. 2021). In a text a later token then throws an earlier one out, so the "
