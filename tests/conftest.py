@@ -143,7 +143,7 @@ class TinyRun(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny_run(once, shared_folder) -> Callable[[int], TinyRun]:
-    """tiny_run(chapter): `build.py --tiny`, run once in a session. Write nothing into its folder."""
+    """tiny_run(chapter): `build.py --tiny`, run once in a session. Write nothing there."""
 
     def run(chapter: int) -> TinyRun:
         folder = shared_folder / f"chapter {chapter:02d}"
