@@ -28,8 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from shared import chapters
-from shared.instruments import Reading, examine
-from shared.kernels import fastest_float32
+from shared.sabotage import Reading, examine
 
 LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what another one makes
 ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
@@ -218,8 +217,7 @@ def examined(once):
             patient = healthy(path)
             if name is not None:
                 patient = next(s for s in case.sabotages if s.name == name).damage(patient)
-            with fastest_float32():
-                return examine(case, patient)
+            return examine(case, patient)
 
         return once(f"{path} {name}", make)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shared.console import UserError
 from shared.randomness import generator
 
 SHAPE = {"block_size": 11, "n_layers": 3, "n_heads": 2, "d_model": 20}
@@ -35,6 +36,14 @@ def test_a_tied_matrix_counts_once_and_an_untied_one_twice(gpt, model):
     tied = gpt.count_parameters(model)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     assert gpt.count_parameters(model) == tied + VOCAB * SHAPE["d_model"]
+
+
+def test_a_tied_matrix_counts_once_on_the_meta_device_too(gpt, model):
+    with torch.device("meta"):
+        on_meta = gpt.GPT(gpt.GPTConfig(**SHAPE), VOCAB)
+        assert gpt.count_parameters(on_meta) == gpt.count_parameters(model)
+        on_meta.lm_head.weight = torch.nn.Parameter(torch.empty_like(on_meta.lm_head.weight))
+    assert gpt.count_parameters(on_meta) == gpt.count_parameters(model) + VOCAB * SHAPE["d_model"]
 
 
 def test_attention_is_softmax_of_scaled_scores_over_the_past(gpt):
@@ -186,6 +195,29 @@ def test_top_k_leaves_only_k(gpt):
     assert gpt.generate(Counting(), torch.tensor([[5]]), 1, top_k=99).shape == (1, 2)  # more than there are: all
 
 
+class Tied(torch.nn.Module):
+    """After every context the same logits, of which three are equal at the top and two below them."""
+
+    cfg = type("Config", (), {"block_size": 4})
+
+    def forward(self, idx, targets=None):
+        logits = torch.tensor([1.0, 2.0, 0.0, 2.0, 1.0, 2.0])
+        return logits.expand(*idx.shape, 6), None
+
+
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {1, 3, 5}), (4, {0, 1, 3, 5}), (6, set(range(6)))]
+)
+def test_top_k_keeps_exactly_k_when_logits_are_equal(gpt, top_k, kept):
+    """Of equals the lower ids, so top_k = 1 writes what temperature 0 writes."""
+    contexts = torch.zeros(600, 1, dtype=torch.long)
+    draws = generator(1, "draws")
+    drawn = gpt.generate(Tied(), contexts, 1, top_k=top_k, generator=draws)[:, 1]
+    assert set(drawn.tolist()) == kept
+    if top_k == 1:
+        assert torch.equal(drawn, gpt.generate(Tied(), contexts, 1, temperature=0)[:, 1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "length"), [({"temperature": -1}, 1), ({"top_k": 0}, 1), ({"temperature": 1}, 0)]
 )
@@ -205,5 +237,29 @@ def test_the_run_says_how_much_likelier_the_true_token_became(gpt, tmp_path, mon
     record = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     loss = record["runs"][0]["validation_loss"]
     assert loss < 1.0 < math.log(4)
-    assert f"{4 * math.exp(-loss):.1f} times as likely" in out and f"{math.log(4) - loss:.3f} less" in out
+    said = " ".join(out.split())  # sentences are folded
+    assert f"{4 * math.exp(-loss):.1f} times the probability" in said
+    assert f"the loss is {loss:.3f} nats" in said and f"has {math.log(4):.3f}" in said
     assert record["runs"][0]["found"]["sample"].startswith(record["runs"][0]["found"]["prompt"])
+
+
+def test_the_trained_model_continues_a_prompt(gpt, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text"
+    text.write_text("abcd" * 400, encoding="utf-8")
+    preset = gpt.PRESETS["tiny"]
+    small = replace(preset, model=gpt.GPTConfig(8, 1, 2, 12), training=replace(preset.training, steps=60, batch_size=8))
+    monkeypatch.setitem(gpt.PRESETS, "tiny", small)
+    flags = ["--data", str(text), "--output-dir", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="run the command without --sample first"):
+        gpt.main([*flags, "--sample", "ab"])
+    gpt.main(flags)
+    capsys.readouterr()
+    assert gpt.main([*flags, "--sample", "ab"]) == 0
+    out = capsys.readouterr().out.strip()
+    assert out.startswith("ab") and len(out) == 2 + gpt.SAMPLE_TOKENS
+    pairs = [out[i : i + 2] for i in range(len(out) - 1)]
+    assert sum(pair in ("ab", "bc", "cd", "da") for pair in pairs) > 0.8 * len(pairs)  # it learned
+    with pytest.raises(UserError, match="no character 'é'"):
+        gpt.main([*flags, "--sample", "é"])
+    with pytest.raises(UserError, match="the prompt is empty"):
+        gpt.main([*flags, "--sample", ""])

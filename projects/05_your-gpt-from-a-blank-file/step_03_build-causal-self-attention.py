@@ -31,17 +31,19 @@ from shared.randomness import generator
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the model. The vocabulary is the corpus's business, so it comes separately."""
+    """The shape of the model. The size of the vocabulary is not here: it comes with the text."""
 
     block_size: int = 32  # longest context, in tokens
     n_layers: int = 2
     n_heads: int = 4
-    d_model: int = 64  # width of the residual stream
+    d_model: int = 64  # numbers in the vector of each position
     bias: bool = True  # biases in attention and MLP, as in GPT-2
 
     def __post_init__(self):
         if min(self.block_size, self.n_layers, self.n_heads, self.d_model) < 1:
-            raise ValueError(f"block_size, n_layers, n_heads and d_model must be at least 1, got {self}")
+            raise ValueError(
+                f"block_size, n_layers, n_heads and d_model must be at least 1, got {self}"
+            )
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
 
@@ -51,15 +53,19 @@ class GPTConfig:
 
 
 class ResidualWriter(nn.Linear):
-    """A Linear whose output is added to the residual stream; its type is how initialization knows it."""
+    """A Linear whose output is added to the residual stream; init_parameters finds it by class."""
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and its past (Vaswani et al. 2017, eq. 1)."""
+    """H small attentions side by side, in which a position sees itself and its past.
+
+    Vaswani et al. 2017, equation 1.
+    """
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.n_heads, self.head_dim = cfg.n_heads, cfg.head_dim
+        self.n_heads = cfg.n_heads
+        self.head_dim = cfg.head_dim
         self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model, bias=cfg.bias)
         self.proj = ResidualWriter(cfg.d_model, cfg.d_model, bias=cfg.bias)
 
@@ -67,13 +73,15 @@ class CausalSelfAttention(nn.Module):
         """x (B, T, C) -> queries, keys, values, each (B, H, T, D). Later chapters override this."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_heads, self.head_dim)
-        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, T, 3, H, D) -> (3, B, H, T, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) -> (B, T, C)."""
         q, k, v = self.heads(x)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # softmax(q kᵀ / √D) v     (B, H, T, D)
-        return self.proj(y.transpose(1, 2).flatten(2))  # heads side by side                    (B, T, C)
+        # softmax(q kᵀ / √D) v, with the future masked: (B, H, T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)  # the heads side by side: (B, T, C)
+        return self.proj(y)
 
 
 def attend_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ ResidualWriter = step_03.ResidualWriter
 
 
 class MLP(nn.Module):
-    """Two matrices with a GELU between, four times as wide inside (Radford et al. 2019)."""
+    """Two matrices with a GELU between them, four times as wide inside (Radford et al. 2019)."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -40,7 +40,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C)."""
-        return self.proj(F.gelu(self.fc(x)))  # exact; GPT-2's tanh form is within 5e-4, and slower on a CPU
+        return self.proj(F.gelu(self.fc(x)))
 
 
 def gelu_by_hand(x: torch.Tensor) -> torch.Tensor:

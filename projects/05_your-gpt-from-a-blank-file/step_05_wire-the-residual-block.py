@@ -33,7 +33,10 @@ MLP = chapters.load_step(5, 4).MLP
 
 
 class Block(nn.Module):
-    """Pre-norm residual block. The three make_ methods are what a later chapter exchanges."""
+    """A residual block with the norm before each part (pre-norm).
+
+    Chapter 07 overrides the make_ methods to put other parts in.
+    """
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()

@@ -36,13 +36,14 @@ class GPT(nn.Module):
 
     def __init__(self, cfg: GPTConfig, vocab_size: int):
         super().__init__()
-        self.cfg, self.vocab_size = cfg, vocab_size
+        self.cfg = cfg
+        self.vocab_size = vocab_size
         self.token_embedding = nn.Embedding(vocab_size, cfg.d_model)
         self.position_embedding = self.make_positions(cfg)
         self.blocks = nn.ModuleList(self.make_block(cfg) for _ in range(cfg.n_layers))
         self.norm_f = self.make_norm(cfg)
         self.lm_head = nn.Linear(cfg.d_model, vocab_size, bias=False)
-        self.lm_head.weight = self.token_embedding.weight  # tied: one matrix, read from both ends
+        self.lm_head.weight = self.token_embedding.weight  # tied: one matrix with two uses
 
     def make_positions(self, cfg: GPTConfig) -> nn.Module | None:
         return nn.Embedding(cfg.block_size, cfg.d_model)
@@ -56,19 +57,20 @@ class GPT(nn.Module):
     def embed(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> the start of the residual stream (B, T, C)."""
         x = self.token_embedding(idx)
-        if self.position_embedding is not None:
+        if self.position_embedding is not None:  # chapter 07 has models without this table
             x = x + self.position_embedding.weight[: idx.shape[1]]
         return x
 
     def forward(
         self, idx: torch.Tensor, targets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids (B, T) -> logits (B, T, V), and the mean cross-entropy in nats if targets (B, T) are given.
+        """Token ids (B, T) -> logits (B, T, V), and the loss if targets (B, T) are given.
 
-        Raises ValueError if T exceeds block_size.
+        The loss is the mean cross-entropy in nats. Raises ValueError if T exceeds block_size.
         """
-        if idx.shape[1] > self.cfg.block_size:
-            raise ValueError(f"{idx.shape[1]} tokens don't fit a block_size of {self.cfg.block_size}")
+        T = idx.shape[1]
+        if T > self.cfg.block_size:
+            raise ValueError(f"{T} tokens don't fit a block_size of {self.cfg.block_size}")
         x = self.embed(idx)
         for block in self.blocks:
             x = block(x)
@@ -79,8 +81,8 @@ class GPT(nn.Module):
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers the model stores; a tied matrix counts once, on the meta device (no storage) too."""
-    return sum({p.data_ptr() or id(p): p.numel() for p in model.parameters()}.values())
+    """How many numbers the model stores; parameters() yields a tied matrix once."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def torch_logits(model: GPT, idx: torch.Tensor) -> torch.Tensor:

@@ -29,18 +29,29 @@ GPT, GPTConfig, count_parameters = step_06.GPT, step_06.GPTConfig, step_06.count
 
 
 def check_tie(model: nn.Module, state: dict[str, torch.Tensor] | None = None) -> None:
-    """ValueError if embedding and head are two tensors, or if `state`, about to be loaded, holds two values for them.
+    """Raise ValueError if embedding and head are not one tensor, or will not be given one value.
 
-    Neither torch nor the loss complains: the head then trains on by itself, or the embedding, loaded first, is lost.
+    The second is asked if `state`, a checkpoint about to be loaded, is given. Nobody else would
+    complain. Two tensors drift apart in training. Of two values, the one loaded last wins.
     """
-    embedding, head = model.token_embedding.weight, model.lm_head.weight
+    embedding = model.token_embedding.weight
+    head = model.lm_head.weight
     if embedding is not head:
-        gap = "" if embedding.is_meta or head.is_meta else f", up to {(embedding - head).abs().max():.3g} apart"
-        raise ValueError(f"the tie is lost: token_embedding.weight and lm_head.weight are two tensors{gap}")
-    both = [state[name] for name in ("token_embedding.weight", "lm_head.weight") if name in (state or {})]
-    if len(both) == 2 and not torch.equal(*both):
-        gap = (both[0] - both[1]).abs().max()
-        raise ValueError(f"one matrix, two values: token_embedding.weight and lm_head.weight are {gap:.3g} apart")
+        gap = ""
+        if not embedding.is_meta and not head.is_meta:
+            gap = f", up to {(embedding - head).abs().max():.3g} apart"
+        raise ValueError(
+            f"the tie is lost: token_embedding.weight and lm_head.weight are two tensors{gap}"
+        )
+    if state is None or "token_embedding.weight" not in state or "lm_head.weight" not in state:
+        return
+    first = state["token_embedding.weight"]
+    last = state["lm_head.weight"]
+    if not torch.equal(first, last):
+        gap = (first - last).abs().max()
+        raise ValueError(
+            f"one matrix, two values: token_embedding.weight and lm_head.weight are {gap:.3g} apart"
+        )
 
 
 def small_model(std: float = 0.3) -> GPT:

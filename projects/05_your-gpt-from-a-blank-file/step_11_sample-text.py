@@ -41,9 +41,10 @@ def generate(
 ) -> torch.Tensor:
     """Continue token ids (B, T) by max_new_tokens, each drawn from softmax(logits / temperature).
 
-    temperature 0 takes the likeliest token; top_k keeps only the k likeliest; the context is the last
-    block_size tokens. Returns (B, T + max_new_tokens). Raises ValueError for a temperature below 0, a top_k
-    below 1 or an empty context.
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest; of equals, the lower ids.
+    The context is the last block_size tokens. Returns (B, T + max_new_tokens).
+
+    Raises ValueError for a temperature below 0, a top_k below 1 or an empty context.
     """
     if temperature < 0 or (top_k is not None and top_k < 1) or idx.shape[1] == 0:
         raise ValueError(
@@ -57,8 +58,8 @@ def generate(
             next_idx = logits.argmax(-1, keepdim=True)
         else:
             if top_k is not None:
-                kept = logits.topk(min(top_k, logits.shape[-1])).values
-                logits = logits.masked_fill(logits < kept[:, -1:], -math.inf)
+                order = logits.sort(dim=-1, descending=True, stable=True).indices
+                logits = logits.scatter(-1, order[:, top_k:], -math.inf)  # all but the first k
             probabilities = F.softmax(logits / temperature, dim=-1)
             next_idx = torch.multinomial(probabilities, 1, generator=generator)
         idx = torch.cat((idx, next_idx), dim=1)
