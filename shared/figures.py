@@ -168,3 +168,13 @@ def shares(panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x:
     figure.supxlabel(x, fontsize=10)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
+
+
+def label(axes, title: str, x: str = "", y: str = "") -> None:
+    """A title and names for both axes of a page's picture, no box, and a legend if a line has one."""
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
