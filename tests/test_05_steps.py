@@ -1,4 +1,4 @@
-"""What the pages of chapter 05 leave out: gradients, hard inputs, refusals, more shapes and seeds."""
+"""What the pages of chapter 05 leave out: gradients, refusals, more shapes and more seeds."""
 
 import copy
 import math
@@ -61,7 +61,9 @@ def test_both_parts_joined_are_the_corpus_and_validation_is_a_tenth():
     assert 0.0999 <= len(corpus.validation) / len(whole) <= 0.1
 
 
-@pytest.mark.parametrize("sample", [step(2).batch_by_loop, step(2).batch_at_once, data.sample_batch])
+@pytest.mark.parametrize(
+    "sample", [step(2).batch_by_loop, step(2).batch_at_once, data.sample_batch]
+)
 def test_every_start_comes_up_equally_often_and_the_last_token_is_a_target(sample):
     few = torch.arange(12)
     inputs, targets = sample(few, 5, 2000, generator(1, "few"))

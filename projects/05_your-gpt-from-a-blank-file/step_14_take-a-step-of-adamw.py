@@ -98,8 +98,8 @@ def main() -> int:
     plain = path_of_plain_steps(30, lr=0.019)  # from 0.02 on it would jump ever further
     adamw = path_of_adamw(30, lr=0.05)
     draw_picture({"plain gradient steps": plain, "AdamW": adamw})
-    console.say("How far from the lowest point after 30 steps, along the valley:")
-    console.say(f"  plain steps {plain[-1, 0].abs():.2f}, AdamW {adamw[-1, 0].abs():.2f}, of 1.00 at the start.")
+    console.say("How far from the lowest point along the valley, of 1.00 at the start:")
+    console.say(f"after 30 plain steps {-plain[-1, 0]:.2f}, after 30 of AdamW {adamw[-1, 0]:.2f}.")
     console.say("The steep side allows plain steps no larger rate, and so the flat side waits.")
     console.say("Drawn to outputs/step_14.png.")
 
