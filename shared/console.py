@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 import rich.box
 import rich.table
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
+COLUMNS = 80  # a terminal as wide as this gets bars
 PIPE_WIDTH = 10_000  # a pipe has no width to fit, so nothing is cut or wrapped
 CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 PLAIN_BOX = rich.box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -37,8 +40,19 @@ def printable(text: str) -> str:
     return text.translate(CONTROLS)
 
 
+silent = False  # set by silence()
+
+
+def silence() -> None:
+    """Say nothing from now on: of several ranks, one speaks."""
+    global silent
+    silent = True
+
+
 def _console() -> Console:
-    """A console for today's sys.stdout: looked up anew each time, since tests and tools exchange it."""
+    """A console for today's sys.stdout: looked up anew, since tests and tools exchange it."""
+    if silent:
+        return Console(file=io.StringIO())
     out = sys.stdout
     terminal = out.isatty()
     coloured = terminal and "NO_COLOR" not in os.environ
@@ -109,58 +123,107 @@ def records_text(table: Table) -> str:
     """A table as plain text, one "header: value" per line."""
     blocks = []
     for row in table.rows:
-        first, *others = (f"{header}: {cell}" for header, cell in zip(table.headers, row, strict=True))
+        first, *others = (
+            f"{header}: {cell}".replace("\n", " ")
+            for header, cell in zip(table.headers, row, strict=True)
+        )
         blocks.append("\n  ".join([first, *others]) + "\n")
     return "\n".join(blocks)
 
 
 class RunProgress:
-    """Progress of several runs: a live line for each run in flight, and a plain line when one has finished.
+    """Progress of several runs: a live line for each in flight, and a line when one has ended.
 
-    Use as a context manager; whatever happens inside, the cursor comes back.
+    Above the live lines stands the table so far; below them, the time left for all. Where no live
+    display is possible, plain lines. Use as a context manager: the cursor comes back.
     """
 
-    def __init__(self, n_runs: int):
-        self.n_runs, self.n_finished = n_runs, 0
+    def __init__(self, n_runs: int, n_steps: int):
+        self.n_runs = n_runs
+        self.n_steps = n_steps  # of each run
+        self.n_finished = 0
+        self.steps: dict[str, int] = {}  # of each run in flight
+        self.first_seen: dict[str, int] = {}  # where it was when first heard of, as one resumes
+        self.started = None  # when the first step was reported
+        self.estimated = False
         self.console = _console()
         self.live = self.console.is_interactive
-        foldable = rich.table.Column(no_wrap=False, overflow="fold")  # a narrow terminal folds, it cuts nothing
+        self.table = ""
+        foldable = rich.table.Column(no_wrap=False, overflow="fold")  # a narrow terminal folds
         line = TextColumn(
-            "{task.description}  {task.completed:.0f}/{task.total:.0f}  {task.fields[note]}", table_column=foldable
+            "{task.description}  {task.completed:.0f}/{task.total:.0f}  {task.fields[note]}",
+            table_column=foldable,
         )
-        self.bars = Progress(
-            *([BarColumn(bar_width=12)] if self.console.width >= 80 else []),
-            line,
+        bar = [BarColumn(bar_width=12)] if self.console.width >= COLUMNS else []
+        self.bars = Progress(*bar, line, console=self.console)
+        self.display = Live(
+            get_renderable=self.renderable,
             console=self.console,
             transient=True,
-            disable=not self.live,
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
-        self.tasks, self.last_line = {}, time.monotonic()
+        self.tasks = {}
+        self.last_line = time.monotonic()
+
+    def renderable(self) -> Group:
+        return Group(Text(self.table), self.bars, Text(self.time_left()))
 
     def __enter__(self) -> "RunProgress":
-        self.bars.start()
+        if self.live:
+            self.display.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bars.stop()
+        if self.live:
+            self.display.stop()
 
-    def update(self, run: str, done: int, total: int, note: str) -> None:
-        """`run` has done so many steps of so many."""
+    def update(self, run: str, done: int, note: str) -> None:
+        """`run` has done so many of its steps."""
+        self.first_seen.setdefault(run, done)
+        self.started = self.started or time.monotonic()
+        self.steps[run] = done
         if self.live:
             if run not in self.tasks:
-                self.tasks[run] = self.bars.add_task(run, total=total, note="")
+                self.tasks[run] = self.bars.add_task(run, total=self.n_steps, note="")
             self.bars.update(self.tasks[run], completed=done, note=note)
+        elif not self.estimated and self.time_left():
+            self.estimated = True
+            self.say(self.time_left())
         elif time.monotonic() - self.last_line > PLAIN_EVERY:
-            self.say(f"{run}: step {done:,} of {total:,}, {note}")
+            self.say(f"{run}: step {done:,} of {self.n_steps:,}, {note}; {self.time_left()}")
+
+    def time_left(self) -> str:
+        """How long the rest will take at the speed so far; empty before that is known."""
+        done_here = sum(done - self.first_seen[run] for run, done in self.steps.items())
+        if not done_here:
+            return ""
+        left = self.n_runs * self.n_steps - sum(self.steps.values())
+        seconds = (time.monotonic() - self.started) * left / done_here
+        return f"about {duration(seconds)} left"
 
     def finish(self, run: str, note: str) -> None:
         """`run` is over."""
         self.n_finished += 1
+        self.steps[run] = self.n_steps
+        self.first_seen.setdefault(run, self.n_steps)
         if run in self.tasks:
             self.bars.remove_task(self.tasks.pop(run))
         self.say(f"[{self.n_finished}/{self.n_runs}] {run}: {note}")
+
+    def show(self, table: Table) -> None:
+        """The table as it stands now."""
+        self.table = "\n" + printable(table_text(table, self.console.width)) + "\n"
 
     def say(self, text: str) -> None:
         """Print a line above the live ones."""
         self.last_line = time.monotonic()
         self.console.print(printable(text), soft_wrap=not self.live)
+
+
+def duration(seconds: float) -> str:
+    """A length of time in the unit that a person would use."""
+    for unit, name, most in ((1, "seconds", 90), (60, "minutes", 90), (3600, "hours", 48)):
+        if seconds / unit < most:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:,.0f} days"

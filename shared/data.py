@@ -64,11 +64,15 @@ def torch_docs() -> list[str]:
     return documents
 
 
-def torch_source() -> list[str]:
-    """Every Python file of the installed torch package, in sorted order; what differs by machine is left out."""
+def torch_source() -> dict[str, str]:
+    """Every Python file of the installed torch package by its name, in sorted order.
+
+    What differs from machine to machine is left out.
+    """
     root = torch_folder()
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    return [read_text(root / name) for name in names if name != "version.py" and "/generated/" not in name]
+    same_everywhere = [n for n in names if n != "version.py" and "/generated/" not in n]
+    return {name: read_text(root / name) for name in same_everywhere}
 
 
 def texts_at(path: Path) -> list[str]:
@@ -164,9 +168,13 @@ def make_tokenizer(name: str, texts: list[str]) -> CharTokenizer | BytePairToken
 # ---------------------------------------------------------------- corpus
 
 
+LAST_TENTH = "the last tenth"
+FILES_BY_HASH = "a tenth of the files, by a hash of their names"
+
+
 @dataclass
 class Corpus:
-    """A text as token ids, split into a training part and a validation part (its last tenth, whole)."""
+    """A text as token ids, split into a training part and a validation part."""
 
     name: str
     sha256: str  # of the normalised text in UTF-8
@@ -174,6 +182,7 @@ class Corpus:
     tokenizer: CharTokenizer | BytePairTokenizer
     train: torch.Tensor  # (N,) int64
     validation: torch.Tensor  # (M,) int64
+    split: str = LAST_TENTH  # what the validation part is, in words
 
     @property
     def vocab_size(self) -> int:
@@ -200,31 +209,52 @@ class Corpus:
 def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
     """The corpus "docs", "source", or the file or folder at a path, as tokens.
 
-    UserError if it is missing, empty, not text, or too short to cut one window of block_size + 1 tokens from
-    each part.
+    The last tenth is the validation part. Only of "source" it is every tenth file or so: its files
+    are sorted by folder, and the last tenth would be one folder's and another kind of text.
+
+    UserError if it is missing, empty, not text, or too short to cut one window of block_size + 1
+    tokens from each part.
     """
+    names = []
     if source == "docs":
-        name, texts = "the documentation strings of torch", torch_docs()
+        name = "the documentation strings of torch"
+        texts = torch_docs()
     elif source == "source":
-        name, texts = "the Python source of torch", torch_source()
+        name = "the Python source of torch"
+        names, texts = zip(*torch_source().items())
     else:
-        name = os.fsencode(source).decode("utf-8", "backslashreplace")  # a file name needn't be UTF-8; results must
+        # A file name needn't be UTF-8; results must be.
+        name = os.fsencode(source).decode("utf-8", "backslashreplace")
         texts = texts_at(Path(source))
-    sha, n_characters = hashlib.sha256(), 0
+    sha = hashlib.sha256()
     for text in texts:
         sha.update(text.encode("utf-8"))
-        n_characters += len(text)
+    n_characters = sum(map(len, texts))
     if n_characters == 0:
         raise UserError(f"--data {source} is empty; give a UTF-8 text of some thousand characters")
     tokenizer = make_tokenizer(tokenizer, texts)
-    ids = torch.cat([torch.tensor(part, dtype=torch.int64) for part in tokenizer.encode_all(texts)])
-    cut = len(ids) - len(ids) // 10
-    if len(ids) - cut < block_size + 1:
+    parts = [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer.encode_all(texts)]
+    if names:
+        held_out = [is_held_out(file) for file in names]
+        split = FILES_BY_HASH
+        train = torch.cat([part for part, out in zip(parts, held_out) if not out])
+        validation = torch.cat([part for part, out in zip(parts, held_out) if out])
+    else:
+        ids = torch.cat(parts)
+        split = LAST_TENTH
+        train, validation = ids.tensor_split([len(ids) - len(ids) // 10])
+    if len(validation) < block_size + 1:
         raise UserError(
-            f"--data {source} holds {len(ids):,} tokens; its last tenth must hold a block of {block_size} and "
-            f"the token after it, so give at least {10 * (block_size + 1):,}"
+            f"--data {source} holds {len(train) + len(validation):,} tokens; its last tenth must "
+            f"hold a block of {block_size} and the token after it, so give at least "
+            f"{10 * (block_size + 1):,}"
         )
-    return Corpus(name, sha.hexdigest(), n_characters, tokenizer, ids[:cut], ids[cut:])
+    return Corpus(name, sha.hexdigest(), n_characters, tokenizer, train, validation, split)
+
+
+def is_held_out(name: str) -> bool:
+    """Is the file of this name for validation? True for one in ten, the same ones everywhere."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:4], "big") % 10 == 0
 
 
 # ---------------------------------------------------------------- batches
@@ -233,9 +263,13 @@ def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
 def sample_batch(
     tokens: torch.Tensor, block_size: int, batch_size: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random windows of tokens (N,): inputs and targets, each (batch_size, block_size), one token apart."""
+    """Random windows of tokens (N,): inputs and targets, each (batch_size, block_size).
+
+    Targets stand one token later. On a GPU only the windows' starts travel to it.
+    """
     starts = torch.randint(len(tokens) - block_size, (batch_size, 1), generator=generator)
-    windows = tokens[starts + torch.arange(block_size + 1)]  # one gather, not a loop over rows
+    offsets = torch.arange(block_size + 1, device=tokens.device)
+    windows = tokens[starts.to(tokens.device) + offsets]  # one gather, not a loop over rows
     return windows[:, :-1], windows[:, 1:]
 
 

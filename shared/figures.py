@@ -1,4 +1,4 @@
-"""The figures that comparisons share. A figure is returned, not written: files writes it, whole."""
+"""The figures that comparisons share. A figure is returned, not written: files.py writes it, whole."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shared import files
-from shared.comparison import Result, paired_difference
-from shared.plan import Plan
+from shared.cli import Plan
+from shared.runs import Result, losses_of
+from shared.verdict import paired_difference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def curves(plan: Plan, results: list[Result]) -> Figure:
     """Training loss by step: each variant's mean over seeds, with the band from the lowest to the highest seed."""
     figure = new_figure(8, 4.8)
     axes = figure.subplots()
-    for variant, colour, dash in zip(plan.variants, COLOURS, DASHES):
+    for variant, colour, dash in zip(plan.names, COLOURS, DASHES):
         histories = [r.history for r in results if r.run.variant == variant and r.history]
         if not histories:
             continue
@@ -85,19 +86,20 @@ def averages(losses: list[float], size: int) -> list[tuple[float, float]]:
 
 def differences(plan: Plan, results: list[Result]) -> Figure:
     """Paired differences to the baseline: every seed a dot, the mean with its 95 % interval."""
-    others = [variant for variant in plan.variants if variant != plan.baseline]
+    others = plan.names[1:]
     figure = new_figure(9, 1.2 + 0.6 * len(others))
     axes = figure.subplots()
     axes.axvline(0, color="0.5", linewidth=1)
     for row, variant in enumerate(others):
-        difference = paired_difference(results, variant, plan.baseline)
+        losses = losses_of(results, variant)
+        baseline = losses_of(results, plan.baseline)
+        difference = paired_difference(losses, baseline)
         if difference is None:
             continue
         colour = COLOURS[1 + row]
-        for seed in plan.seeds:
-            one = paired_difference([r for r in results if r.run.seed == seed], variant, plan.baseline)
-            if one:
-                axes.plot(one.mean, row - 0.25, "o", color=colour, alpha=0.5, markersize=4, mew=0)
+        for seed in losses.keys() & baseline.keys():
+            gap = losses[seed] - baseline[seed]
+            axes.plot(gap, row - 0.25, "o", color=colour, alpha=0.5, markersize=4, mew=0)
         axes.errorbar(
             difference.mean, row, xerr=difference.half_width or 0, fmt="s", color=colour, capsize=4, markersize=6
         )
@@ -123,9 +125,9 @@ def hidden_states(plan: Plan, results: list[Result]) -> Figure:
 
     Reads observations of the form {"step": 50, "stream": {point: {"var": ..., "kurtosis": ...}}}.
     """
-    figure = new_figure(2.6 * len(plan.variants) + 0.6, 5.4)
-    rows = figure.subplots(2, len(plan.variants), sharex=True, sharey="row", squeeze=False)
-    for column, variant in enumerate(plan.variants):
+    figure = new_figure(2.6 * len(plan.names) + 0.6, 5.4)
+    rows = figure.subplots(2, len(plan.names), sharex=True, sharey="row", squeeze=False)
+    for column, variant in enumerate(plan.names):
         seen = [r.history.observations for r in results if r.run.variant == variant and r.history]
         rows[0][column].set_title(variant, loc="left", fontsize=11)
         for i, samples in enumerate(zip(*seen)):  # one step, all seeds

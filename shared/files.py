@@ -1,36 +1,76 @@
-"""Files that a run leaves behind: written whole or not at all."""
+"""Files that a run leaves behind: written whole or not at all; and a folder that one run holds."""
 
+import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from shared.console import UserError
 
 
 def claim_folder(folder: Path) -> None:
-    """Make the folder and prove that it can be written to. UserError if not: before training, not after."""
+    """Make the folder and prove that it can be written to. UserError if not: before training."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"room for a line")
+            file.flush()
     except OSError as error:
         raise UserError(
-            f"can't write to --output-dir {folder}: {error.strerror or error}; name a folder you may write to"
+            f"can't write to --output-dir {folder}: {error.strerror or error}; "
+            "name a folder you may write to"
         ) from None
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step: a reader sees the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # it was there before the training, but that is a while ago
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder for one process. UserError if another holds it; a killed one holds nothing.
+
+    The system keeps the lock and drops it with the process, so a lock file may stay behind.
+    """
+    with (folder / ".lock").open("w", encoding="utf-8") as file:
+        try:
+            lock(file.fileno())
+        except OSError:
+            raise UserError(
+                f"another run is writing to {folder}; wait for it, or name another --output-dir"
+            ) from None
+        yield
+
+
+def lock(handle: int) -> None:
+    """Lock an open file for this process, at once. OSError if another has it."""
     try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step: a reader sees the old file or the new one.
+
+    OSError, with the path in it, if there is no room or no permission.
+    """
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have gone since the start
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from None
         raise
 
 
@@ -39,5 +79,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Strict JSON, two spaces of indent: infinities and NaN must have become null or a string before."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    """Strict JSON, two spaces of indent: infinities and NaN must have become null or a string."""
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    write_text(path, text)
+
+
+def read_json(path: Path, what: str) -> object:
+    """The value in a JSON file. UserError if it can't be read as `what`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise damaged(path, what) from None
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """The error for a file that is not what it should be."""
+    return UserError(f"{path} is not {what}; delete it, or start over with --fresh")

@@ -1,23 +1,188 @@
 """The frame of break_it.py: damage one mechanism of a healthy model, say first what will happen, then look.
 
-What a chapter brings, a Case, is described in shared/instruments.py. This module reads the flags, runs healthy and
-broken on the same seed and batches, and prints them side by side; or makes a quiz of it.
+A chapter defines a Patient, instruments that read it, and sabotages. A Patient is a frozen dataclass
+that can build, train and sample its model. Its field `edits` holds the edits of the build.py that its
+model is made from; a damaged patient is a copy with another value there. What is expensive goes into
+a cached_property: a copy made by dataclasses.replace starts without the original's cached values, so
+nothing measured on one is told of the other.
+
+A sabotage is an edit of the chapter's build.py. The edited build is what is loaded, and the edit is
+what is printed, so what is shown is what runs. This module reads the flags, runs healthy and broken on
+the same seed and batches, and prints them side by side; or makes a quiz of it.
 """
 
 import argparse
+import ast
 import difflib
+import inspect
 import random
+import re
 import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shared import cli, console
-from shared.console import Table
-from shared.console import UserError
-from shared.instruments import Case, Outcome, Patient, Sabotage, examine, light, verdict
-from shared.kernels import fastest_float32
+from shared import chapters, cli, console
+from shared.chapters import Edit
+from shared.console import Table, UserError
 from shared.randomness import generator
+
+Patient = Any  # the chapter's own class
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an instrument saw."""
+
+    text: str  # for a person, with its unit
+    green: bool  # as in a healthy model?
+    number: float | None = None  # the same for a prediction that is about the size of something
+
+
+@dataclass(frozen=True)
+class Instrument:
+    """One way to look at a model."""
+
+    name: str  # kebab-case
+    asks: str  # its question; "yes" is green
+    read: Callable[[Patient], Reading]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sabotage:
+    """One mechanism damaged, and the symptom that this is predicted to have."""
+
+    name: str  # kebab-case
+    edits: tuple[Edit, ...] = ()  # of the build.py of this chapter, or of one that it stands on
+    later: bool = False  # the edits are made when training is over, to the code that the weights meet
+    function: Callable | None = None  # instead of edits, what is no line of a build: shown by its source
+    predicts: str  # the symptom, stated before the run
+    explains: str  # why it comes, shown after the run
+    loud: bool  # would someone who watches nothing but Case.watched be alarmed?
+    instrument: str  # the name of the instrument that shows the symptom
+    also_trips: tuple[str, ...] = ()  # every further instrument that turns red
+    harmless: bool = False  # the prediction is that nothing happens: its instrument stays green
+    sizes: Callable[[Reading, Reading], bool] | None = None  # what `predicts` says about (healthy, broken).number
+
+    @property
+    def trips(self) -> set[str]:
+        """The names of all instruments that are predicted to turn red."""
+        return {*self.also_trips, *(() if self.harmless else (self.instrument,))}
+
+    def damage(self, patient: Patient) -> Patient:
+        """A damaged copy: the patient with this in its field `edits`, `later` or `function`."""
+        if self.function is not None:
+            return replace(patient, function=self.function)
+        return replace(patient, **{"later" if self.later else "edits": self.edits})
+
+    def shown(self) -> str:
+        """What is done to the code, for a person: the edit as a diff, or the function's source."""
+        if self.function is not None:
+            return textwrap.dedent(inspect.getsource(self.function)).rstrip()
+        return diff(self.edits)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a chapter's break_it.py puts on the table."""
+
+    healthy: Callable[[int], Patient]  # seed -> the healthy patient
+    instruments: tuple[Instrument, ...]
+    sabotages: tuple[Sabotage, ...]  # the chapter's own first
+    vitals: Callable[[Patient], dict[str, str]]  # for the quiz: {what: value}, such as the loss at some steps
+    sample: Callable[[Patient], str] | None = None  # text that the trained model wrote, or what else it does:
+    does: str = "writes"  # the verb that leads to it, after "the healthy one"
+    watched: str = "the training loss"  # what is all that anybody looks at, when damage counts as loud or silent
+    premise: str = "from seed {seed}, on the same batches"  # what healthy and broken have in common
+    chapter: int | None = None  # whose build.py --edit edits
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A sabotage carried out: every instrument's reading of the healthy and of the damaged model."""
+
+    sabotage: Sabotage
+    healthy: dict[str, Reading]
+    broken: dict[str, Reading]
+
+    @property
+    def tripped(self) -> set[str]:
+        return {name for name, reading in self.broken.items() if not reading.green}
+
+    @property
+    def came_true(self) -> bool:
+        """Did its own instrument go from green to red (or stay green, if harmless), by the size predicted?"""
+        before, after = self.healthy[self.sabotage.instrument], self.broken[self.sabotage.instrument]
+        sized = self.sabotage.sizes is None or self.sabotage.sizes(before, after)
+        return before.green and after.green == self.sabotage.harmless and sized
+
+
+def examine(case: Case, patient: Patient) -> dict[str, Reading]:
+    """Every instrument's reading, by the instrument's name."""
+    return {instrument.name: instrument.read(patient) for instrument in case.instruments}
+
+
+def verdict(outcome: Outcome) -> str:
+    """In words: did the prediction come true, and if not, why not."""
+    own = outcome.sabotage.instrument
+    before, after = outcome.healthy[own], outcome.broken[own]
+    if outcome.came_true:
+        return f"As predicted: {own} went from {before.text} to {after.text}."
+    if not before.green:
+        return f"The prediction can't be judged: {own} is red on the healthy model already ({before.text})."
+    reason = "which is not the size predicted" if after.green == outcome.sabotage.harmless else light(after)
+    return f"The prediction did NOT come true: {own} went from {before.text} to {after.text}, {reason}."
+
+
+def light(reading: Reading) -> str:
+    return "green" if reading.green else "RED"
+
+# ---------------------------------------------------------------- an edit as a person sees it
+
+
+def diff(edits: Sequence[Edit]) -> str:
+    """The lines of each build.py that `edits` change, "-" before and "+" after, and where they stand."""
+    blocks = []
+    for chapter, source in chapters.edited_sources(edits).items():
+        path = chapters.build_file(chapter)
+        original = path.read_text(encoding="utf-8")
+        before, after = original.splitlines(), source.splitlines()
+        for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, before, after, False).get_opcodes():
+            if kind != "equal":
+                old, new = without_comments(before[i:i_end]), without_comments(after[j:j_end])
+                if old == new:  # it is the comment that was edited
+                    old, new = before[i:i_end], after[j:j_end]
+                next_line = without_comments(before[i : i + 1]) if kind == "insert" else []
+                block = textwrap.dedent("\n".join([*old, *new, *next_line])).split("\n")
+                signs = "-" * len(old) + "+" * len(new) + " " * len(next_line)
+                place = f"{enclosing(original, i + 1)}line {i + 1}"
+                blocks.append(f"in chapter {chapter:02d}'s build.py, {place}:")
+                blocks += [f"{sign} {line}" for sign, line in zip(signs, block)]
+    return "\n".join(blocks)
+
+
+def without_comments(code: list[str]) -> list[str]:
+    """Lines of code without the remarks behind them, which the diff has no room for."""
+    return [re.sub(r"(?<=\S)  +# .*$", "", line) for line in code]
+
+
+def enclosing(source: str, line: int) -> str:
+    """The function or class in which a line stands, such as "GPT.embed, "; empty at the top level."""
+    names, body = [], ast.parse(source).body
+    while body:
+        inside = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        inside = [node for node in inside if node.lineno <= line <= node.end_lineno]
+        names += [node.name for node in inside]
+        body = inside[0].body if inside else []
+    return f"{'.'.join(names)}, " if names else ""
+
+
+# ---------------------------------------------------------------- the flags
 
 
 def find(case: Case, name: str) -> Sabotage:
@@ -36,14 +201,14 @@ def main(case: Case, description: str, argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     if args.list:
         return list_all(case)
-    with fastest_float32():
-        if args.all:
-            return run_all(case, args.seed or 1)
-        if args.quiz or args.answer is not None:
-            return quiz(case, args.seed, args.answer)
-        return run_one(
-            case, find(case, args.sabotage) if args.sabotage is not None else case.sabotages[0], args.seed or 1
-        )
+    if args.edit is not None:
+        return run_edit(case, *args.edit, args.seed or 1)
+    if args.all:
+        return run_all(case, args.seed or 1)
+    if args.quiz or args.answer is not None:
+        return quiz(case, args.seed, args.answer)
+    sabotage = case.sabotages[0] if args.sabotage is None else find(case, args.sabotage)
+    return run_one(case, sabotage, args.seed or 1)
 
 
 def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
@@ -56,11 +221,17 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--sabotage", metavar="NAME", help="run this one (default: the first of the list)")
     what.add_argument("--all", action="store_true", help="run every one and sum up in a table")
     what.add_argument("--quiz", action="store_true", help="damage something at random: find out what")
+    what.add_argument(
+        "--edit",
+        nargs=2,
+        metavar=("OLD", "NEW"),
+        help="put NEW in the place of OLD, a piece of build.py that stands there once, and look",
+    )
     parser.add_argument("--answer", metavar="NAME", help="your answer to the quiz of --seed")
     parser.add_argument("--seed", type=cli.natural, metavar="N", help="of weights, batches and the quiz's choice")
     parser.add_argument("--tiny", action="store_true", help="accepted, and without effect: this is always tiny")
     args = parser.parse_args(argv)
-    if args.answer is not None and (args.list or args.sabotage or args.all):
+    if args.answer is not None and (args.list or args.sabotage or args.all or args.edit):
         raise UserError("--answer belongs to --quiz (see --help)")
     if args.answer is not None and args.seed is None:
         raise UserError("--answer needs the --seed that the quiz printed, or it can't know which quiz you mean")
@@ -73,15 +244,15 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
 def list_all(case: Case) -> int:
     rows = [[s.name, noise(s), s.predicts] for s in case.sabotages]
     console.say(Table(["sabotage", "kind", "predicted symptom"], rows))
-    console.say(f"\nloud: whoever watches only {case.watched} is alarmed. silent: they aren't.")
+    console.say(f"\nloud: {case.watched} gets visibly worse.")
+    console.say(f"silent: not visible in {case.watched}, or only as something better; an instrument tells.")
     return 0
 
 
 def run_one(case: Case, sabotage: Sabotage, seed: int) -> int:
     """One sabotage: the damage, the prediction, healthy beside broken, the verdict, the reason."""
-    console.say(f"sabotage   {sabotage.name}")
-    console.say(lines("  healthy  ", sabotage.before))
-    console.say(lines("  broken   ", sabotage.after))
+    console.say(f"sabotage   {sabotage.name}{', when training is over' if sabotage.later else ''}")
+    console.say(lines("  ", sabotage.shown()))
     console.say(f"predicted  {sabotage.predicts} ({noise(sabotage)})")
     console.say(f"\nBoth {case.premise.format(seed=seed)}:")
     console.say()
@@ -94,6 +265,46 @@ def run_one(case: Case, sabotage: Sabotage, seed: int) -> int:
     console.say()
     console.say(sabotage.explains)
     return 0 if outcome.came_true else 1
+
+
+def run_edit(case: Case, old: str, new: str, seed: int) -> int:
+    """A reader's own edit: what every instrument reads of the healthy model and of the edited one."""
+    if case.chapter is None:
+        raise UserError("--edit is not for this chapter")
+    if old == new:
+        raise UserError("--edit: OLD and NEW are the same, so nothing would change")
+    edits = (Edit(case.chapter, old, new),)
+    chapters.edited_build(case.chapter, edits)  # refuses what can't be edited or loaded
+    console.say(lines("  ", diff(edits)))
+    console.say(f"\nBoth {case.premise.format(seed=seed)}:")
+    console.say()
+    healthy = case.healthy(seed)
+    edited = replace(healthy, edits=edits)
+    rows, red, errors = [], [], []
+    for instrument in case.instruments:
+        try:
+            reading = instrument.read(edited)
+        except Exception as error:
+            errors.append(error)
+            reading = Reading(f"fails: {type(error).__name__}", False)
+        if not reading.green:
+            red.append(instrument.name)
+        well = instrument.read(healthy).text
+        rows.append([instrument.name, instrument.asks, well, reading.text, light(reading)])
+    console.say(Table(["instrument", "asks", "healthy", "edited", "light"], rows))
+    if errors:
+        console.say(f"\nThe edited model doesn't run: {where(errors[0])}")
+    else:
+        show_samples(case, healthy, edited)
+    console.say(f"\n{len(red)} of {len(rows)} lights are red: {', '.join(red)}" if red else "\nNo light is red.")
+    return 0
+
+
+def where(error: Exception) -> str:
+    """An error, and the last line of a build.py that it passed."""
+    text = f"{type(error).__name__}: {error}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "build.py" in f.filename]
+    return f"{text}\n  build.py, line {frames[-1].lineno}: {frames[-1].line}" if frames else text
 
 
 def run_all(case: Case, seed: int) -> int:

@@ -1,21 +1,28 @@
-"""Train one model on one corpus: the loop, the evaluation, the history."""
+"""Train one model on one corpus: the loop, the evaluation, the history, checkpoint and resume."""
 
+import contextlib
+import io
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median_high
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-from torch.optim.adamw import adamw
+from torch.nn.parallel import DistributedDataParallel
 
+from shared import files
 from shared.data import Corpus, all_windows, sample_batch
 from shared.randomness import generator
 
 FIRST_REPORT = 2  # steps before the first look at the losses, from which a long run is estimated
 REPORT_EVERY = 10  # steps between two looks; each look waits for a GPU
 EVAL_BATCH = 64  # windows at a time when the validation part is read; more spill a core's cache
+CHECKPOINT_SECONDS = 60.0  # the most work that a killed run loses
 
 
 @dataclass(frozen=True)
@@ -28,20 +35,26 @@ class TrainingSettings:
     weight_decay: float = 0.01
     clip: float = 1.0  # the gradient's norm is cut to this
     warmup: int = 0  # steps in which the learning rate climbs to its value
-    final_rate: float = 1.0  # the learning rate's last value, as a part of its highest; 1.0 keeps it constant
+    final_rate: float = 1.0  # the last learning rate as a part of the highest; 1.0 keeps it constant
     observe_every: int = 0  # steps between two looks inside the model; 0 never looks
     device: str = "cpu"
-    autocast: bool = False  # bfloat16 matrix products
+    precision: str = "float32"  # of matrix products: "float32", "bfloat16" or "float16"
     compile: str = ""  # torch.compile's backend; empty compiles nothing
+
+    def __post_init__(self):
+        if self.batch_size < 1 or self.warmup < 0:
+            raise ValueError("batch_size must be at least 1 and warmup at least 0")
+        if min(self.learning_rate, self.clip) <= 0 or min(self.weight_decay, self.final_rate) < 0:
+            raise ValueError("rates must be above 0, weight_decay and final_rate at least 0")
 
 
 @dataclass
 class History:
     """What happened in one training run."""
 
-    losses: list[float] = field(default_factory=list)  # cross-entropy of each step's batch, in nats
+    losses: list[float] = field(default_factory=list)  # of each step's batch, in nats a token
     validation_loss: float = math.nan  # over the whole validation part, after the last step
-    ms_per_step: float = math.nan  # median wall-clock time
+    ms_per_step: float = math.nan  # median over windows of REPORT_EVERY steps, wall-clock time
     observations: list[dict] = field(default_factory=list)
 
     @property
@@ -49,6 +62,14 @@ class History:
         """The mean over the last tenth of the steps: one batch alone is mostly noise."""
         last = self.losses[-max(1, len(self.losses) // 10) :]
         return sum(last) / len(last)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rows of every batch are this process's, where several train one model."""
+
+    rank: int = 0
+    world: int = 1
 
 
 class NonFiniteLoss(Exception):
@@ -60,7 +81,10 @@ class NonFiniteLoss(Exception):
 
 
 def learning_rate(step: int, settings: TrainingSettings) -> float:
-    """The rate of step 0, 1, …: a linear climb, then a half cosine down to final_rate (Loshchilov & Hutter 2017)."""
+    """The rate of step 0, 1, …: a linear climb, then half a cosine down to final_rate.
+
+    Loshchilov & Hutter 2017.
+    """
     if step < settings.warmup:
         return settings.learning_rate * (step + 1) / settings.warmup
     progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
@@ -68,52 +92,13 @@ def learning_rate(step: int, settings: TrainingSettings) -> float:
     return settings.learning_rate * (settings.final_rate + (1 - settings.final_rate) * cosine)
 
 
-class AdamW:
-    """torch's AdamW (Loshchilov & Hutter 2019) through its functional form.
+def plain_loss(model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
+    """(what is minimised, the cross-entropy that is reported, what after_step is told).
 
-    The class torch.optim.AdamW loads torch's compiler at its first step, 0.8 s in every process that trains.
+    The first two are one thing and the third is nothing, unless an experiment says otherwise.
     """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float):
-        self.weight_decay = weight_decay
-        self.slots = [
-            (p, torch.zeros_like(p), torch.zeros_like(p), torch.zeros((), device=p.device))  # moments, step count
-            for p in parameters
-        ]
-
-    def zero_grad(self) -> None:
-        for p, *_ in self.slots:
-            p.grad = None
-
-    @torch.no_grad()
-    def step(self, learning_rate: float, clip: float) -> None:
-        """Move every parameter that has a gradient; together the gradients count for a norm of `clip` at most."""
-        moved = [(p, p.grad, *state) for p, *state in self.slots if p.grad is not None]
-        parameters, gradients, first_moments, second_moments, steps = map(list, zip(*moved, strict=True))
-        norm = nn.utils.get_total_norm(gradients)
-        adamw(
-            parameters,
-            gradients,
-            first_moments,
-            second_moments,
-            [],
-            steps,
-            lr=learning_rate,
-            weight_decay=self.weight_decay,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-            fused=True,
-            grad_scale=(norm / clip).clamp(min=1.0),  # the gradients are divided by this
-        )
-
-
-def plain_loss(model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what is minimised, the cross-entropy that is reported): the same thing, unless an experiment says otherwise."""
     _, loss = model(idx, targets)
-    return loss, loss
+    return loss, loss, None
 
 
 def train(
@@ -123,44 +108,96 @@ def train(
     seed: int,
     report: Callable[[int, float, float], None] = lambda step, loss, ms_per_step: None,
     training_loss: Callable = plain_loss,
+    after_step: Callable[[nn.Module, Any], None] = lambda model, told: None,
     observe: Callable[[nn.Module, torch.Tensor], dict] | None = None,
+    checkpoint: Path | None = None,
+    share: Share = Share(),  # noqa: B008: frozen
 ) -> History:
-    """Train `model` in place with AdamW (Loshchilov & Hutter 2019) and evaluate it on the whole validation part.
+    """Train `model` in place with AdamW (Loshchilov & Hutter 2019), then evaluate it.
 
-    The batches depend on `seed` alone. `report(steps done, mean recent loss, ms per step)` is called every few
-    steps; `observe(model, idx)` every settings.observe_every steps, without a gradient. Raises NonFiniteLoss.
+    The batches depend on `seed` alone. Every few steps `report(steps done, mean recent loss, ms
+    per step)` is called; after each step `after_step(model, told)`, with the third thing that
+    training_loss returned; every settings.observe_every steps `observe(model, idx)`, without a
+    gradient. With a `checkpoint` path, the state is kept there at intervals, and a run that finds
+    one goes on from it, bit for bit on a CPU. Raises NonFiniteLoss.
     """
     device = torch.device(settings.device)
     model.to(device).train()
-    step_model = torch.compile(model, backend=settings.compile) if settings.compile else model
-    optimizer = AdamW(model.parameters(), settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
+    # float16 has a small range: the scaler multiplies the loss, so that gradients don't vanish in it.
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
     batches = generator(seed, "batches")
-    losses = torch.full((settings.steps,), math.nan, device=device)
-    history, seconds, seen = History(), [], 0
-    for step in range(settings.steps):
-        started = time.perf_counter()
-        idx, targets = sample_batch(corpus.train, model.cfg.block_size, settings.batch_size, batches)
-        idx, targets = idx.to(device), targets.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
-            objective, cross_entropy = training_loss(step_model, idx, targets)
+    state = State(model, optimizer, scaler, batches, History())
+    if checkpoint is not None:
+        state.resume(checkpoint, share)
+    history = state.history
+    step_model = prepared(model, settings, share)
+    tokens = corpus.train.to(device)
+    recent: list[torch.Tensor] = []  # the losses since the last report, still on the device
+    window_began = saved = time.perf_counter()
+    for step in range(len(history.losses), settings.steps):
+        idx, targets = sample_batch(tokens, model.cfg.block_size, settings.batch_size, batches)
+        idx = idx[share.rank :: share.world]
+        targets = targets[share.rank :: share.world]
+        with autocast(settings):
+            objective, cross_entropy, told = training_loss(step_model, idx, targets)
         optimizer.zero_grad()
-        objective.backward()
-        optimizer.step(learning_rate(step, settings), settings.clip)
-        losses[step] = cross_entropy.detach()
-        seconds.append(time.perf_counter() - started)
-        if observe and settings.observe_every and (step + 1) % settings.observe_every == 0:
+        scaler.scale(objective).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, settings)
+        scaler.step(optimizer)
+        scaler.update()
+        after_step(model, told)
+        recent.append(cross_entropy.detach())
+        done = step + 1
+        if observe and settings.observe_every and done % settings.observe_every == 0:
             with torch.no_grad():
-                history.observations.append({"step": step + 1, **observe(model, idx)})
-        if (step + 1) % REPORT_EVERY == 0 or step + 1 in (FIRST_REPORT, settings.steps):
-            recent = losses[seen : step + 1].tolist()
-            check_finite(recent, first_step=seen + 1)
-            seen = step + 1
-            history.losses += recent
-            report(step + 1, sum(recent) / len(recent), 1e3 * median_high(seconds))
-    history.ms_per_step = 1e3 * median_high(seconds)
+                history.observations.append({"step": done, **observe(model, idx)})
+        if done % REPORT_EVERY == 0 or done in (FIRST_REPORT, settings.steps):
+            losses = mean_over_ranks(torch.stack(recent), share).tolist()  # waits for a GPU
+            now = time.perf_counter()
+            state.milliseconds.append(1e3 * (now - window_began) / len(losses))
+            check_finite(losses, first_step=done - len(losses) + 1)
+            history.losses += losses
+            report(done, sum(losses) / len(losses), state.ms_per_step)
+            if checkpoint is not None and now - saved > CHECKPOINT_SECONDS and done < settings.steps:
+                state.save(checkpoint, share)
+                saved = time.perf_counter()
+            recent = []
+            window_began = time.perf_counter()
+    history.ms_per_step = state.ms_per_step
     history.validation_loss = evaluate(model, corpus.validation, settings)
     check_finite([history.validation_loss], first_step=settings.steps)
     return history
+
+
+def prepared(model: nn.Module, settings: TrainingSettings, share: Share) -> nn.Module:
+    """The model as the loop calls it: compiled, and with its gradients averaged over the ranks."""
+    if settings.compile:
+        model = torch.compile(model, backend=settings.compile)
+    if share.world > 1:
+        model = DistributedDataParallel(model)
+    return model
+
+
+def autocast(settings: TrainingSettings) -> contextlib.AbstractContextManager:
+    """Within it, matrix products run in settings.precision."""
+    if settings.precision == "float32":
+        return contextlib.nullcontext()
+    dtype = getattr(torch, settings.precision)
+    return torch.autocast(torch.device(settings.device).type, dtype)
+
+
+def mean_over_ranks(losses: torch.Tensor, share: Share) -> torch.Tensor:
+    """The losses of whole batches, from the losses of each rank's rows."""
+    if share.world > 1:
+        dist.all_reduce(losses)
+        losses /= share.world
+    return losses
 
 
 def check_finite(losses: list[float], first_step: int) -> None:
@@ -171,14 +208,87 @@ def check_finite(losses: list[float], first_step: int) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: torch.Tensor, settings: TrainingSettings) -> float:
-    """Mean cross-entropy in nats over every token of tokens (N,) but the first, in windows of block_size."""
+    """Mean cross-entropy in nats over every token of tokens (N,) but the first."""
     was_training = model.training
     model.eval()
-    device = torch.device(settings.device)
+    tokens = tokens.to(settings.device)
     total = torch.zeros((), dtype=torch.float64)
     for idx, targets in all_windows(tokens, model.cfg.block_size, EVAL_BATCH):
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast):
-            _, loss = model(idx.to(device), targets.to(device))
-        total += loss.double().cpu() * targets.numel()
+        with autocast(settings):
+            _, loss = model(idx, targets)
+        total += loss.cpu().double() * targets.numel()  # on the CPU: Apple's GPUs have no float64
     model.train(was_training)
     return total.item() / (len(tokens) - 1)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@dataclass
+class State:
+    """Everything that a run needs to go on where it stopped."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    batches: torch.Generator
+    history: History
+    milliseconds: list[float] = field(default_factory=list)  # a step's time, window by window
+
+    @property
+    def ms_per_step(self) -> float:
+        """The median; the first window is left out once there are others, as it warms up."""
+        return median_high(self.milliseconds[1:] or self.milliseconds)
+
+    def save(self, path: Path, share: Share) -> None:
+        """Write everything to `path`, whole or not at all; of several ranks, the first writes."""
+        if share.rank > 0:
+            return
+        content = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "batches": self.batches.get_state(),
+            "history": asdict(self.history),
+            "milliseconds": self.milliseconds,
+        }
+        files.write_bytes(path, as_bytes(content))
+
+    def resume(self, path: Path, share: Share) -> None:
+        """Take everything from `path`, if it is there. UserError if it is not such a file.
+
+        Of several ranks the first reads and sends it to the others, which may see other disks.
+        """
+        contents = [load_checkpoint(path) if share.rank == 0 and path.exists() else None]
+        if share.world > 1:
+            dist.broadcast_object_list(contents)
+        content = contents[0]
+        if content is None:
+            return
+        try:
+            self.model.load_state_dict(content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+            self.scaler.load_state_dict(content["scaler"])
+            self.batches.set_state(content["batches"])
+            self.history = History(**content["history"])
+            self.milliseconds = content["milliseconds"]
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError):
+            raise files.damaged(path, "a checkpoint of this run") from None
+
+
+def as_bytes(content: dict) -> bytes:
+    """What torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def load_checkpoint(path: Path) -> dict:
+    """What State.save or runs.keep_model wrote. UserError if it is not such a file."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # torch has no single error for a file that it can't read
+        raise files.damaged(path, "a checkpoint") from None
+    if not isinstance(content, dict) or "model" not in content:
+        raise files.damaged(path, "a checkpoint")
+    return content

@@ -1,21 +1,185 @@
-"""What every test shares: the repository on the path, one thread, chapters by number, scripts as a person runs them."""
+"""What every test shares: the repository on the path, one thread, chapters by number, scripts as a
+person runs them.
 
+The suite runs in two worker processes (pytest-xdist). What takes long and is asserted on in several
+tests is made once for both: `once`, and what stands on it. A single file that is named on the
+command line runs in one process.
+"""
+
+import contextlib
+import hashlib
+import io
 import os
+import pickle
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
-import torch
 
+# Before torch is imported: two OpenMP threads on a busy core are far slower than one.
+# Child processes inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(1)  # two OpenMP threads on two busy cores are far slower than one
 
 from shared import chapters
-from shared.instruments import Reading, examine
-from shared.kernels import fastest_float32
+from shared.sabotage import Reading, examine
+
+LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what another one makes
+ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
+# A test that asks for one of these is slow: it starts processes or trains.
+SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined"}
+
+
+# ---------------------------------------------------------------- workers
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two workers; none for a single file, which is done before they would have started."""
+    files = {argument.split("::")[0] for argument in config.args}
+    alone = len(files) == 1 and Path(*files).is_file()
+    return 0 if alone else 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow; between two workers it comes first, so that both end at the same time."""
+    for item in items:
+        if SLOW_FIXTURES & set(item.fixturenames):
+            item.add_marker("slow")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch  # here and not above: the process that only hands out the tests needs no torch
+
+    torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------- made once for all workers
+
+
+class Once:
+    """Values that several tests need: once("name", make) is what make() returned in one worker.
+
+    The value travels as a pickle, so it can't hold instances of a class that stands in a chapter's
+    file, which no import statement finds; a class of shared/ is fine. If make() fails, it fails for
+    all.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.known: dict[str, Any] = {}
+
+    def __call__(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self.known:
+            value, error = self.made(name, make)
+            if error is not None:
+                raise RuntimeError(f"{name} failed in another worker: {error}")
+            self.known[name] = value
+        return self.known[name]
+
+    def made(self, name: str, make: Callable[[], Any]) -> tuple[Any, str | None]:
+        path = self.folder / hashlib.sha256(name.encode("utf-8")).hexdigest()[:16]
+        try:
+            os.close(os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return self.awaited(name, path)
+        try:
+            value = make()
+        except BaseException as error:
+            self.write(path, (None, repr(error)))
+            raise
+        self.write(path, (value, None))
+        return value, None
+
+    def write(self, path: Path, content: tuple[Any, str | None]) -> None:
+        part = path.with_suffix(".part")
+        part.write_bytes(pickle.dumps(content))
+        part.replace(path)  # whole or not at all
+
+    def awaited(self, name: str, path: Path) -> tuple[Any, str | None]:
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        while not path.exists():
+            if time.monotonic() > deadline:
+                return None, f"nothing came in {LOCK_TIMEOUT:.0f} s"
+            time.sleep(0.05)
+        return pickle.loads(path.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder for this session alone, the same one in every worker."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder in that of the session
+        base = base.parent
+    folder = base / "shared by all workers"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def once(shared_folder) -> Once:
+    """once("name", make) -> make()'s value, made by one worker for all."""
+    return Once(shared_folder)
+
+
+class TinyRun(NamedTuple):
+    """A default run of a build.py, as a person starts it."""
+
+    status: int
+    out: str
+    err: str
+    folder: Path  # results.json, run_log.txt and the pictures
+
+
+@pytest.fixture(scope="session")
+def tiny_run(once, shared_folder) -> Callable[[int], TinyRun]:
+    """tiny_run(chapter): `build.py --tiny`, run once in a session. Write nothing into its folder."""
+
+    def run(chapter: int) -> TinyRun:
+        folder = shared_folder / f"chapter {chapter:02d}"
+        build = chapters.chapter_folder(chapter) / "build.py"
+
+        def make() -> tuple[int, str, str]:
+            return script(shared_folder, build, "--tiny", "--output-dir", str(folder))
+
+        return TinyRun(*once(f"tiny run {chapter}", make), folder)
+
+    return run
+
+
+class StepRun(NamedTuple):
+    """A step's main(), run in this process."""
+
+    status: int
+    out: str
+
+
+@pytest.fixture(scope="session")
+def step_run(once) -> Callable[[Path], StepRun]:
+    """step_run(path): the step's status and what it printed, run once in a session."""
+
+    def run(path: Path) -> StepRun:
+        def make() -> tuple[int, str]:
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                status = chapters.load_file(path).main()
+            return status, out.getvalue()
+
+        return StepRun(*once(f"step {path}", make))
+
+    return run
+
+
+# ---------------------------------------------------------------- chapters
 
 
 @pytest.fixture(scope="session")
@@ -31,47 +195,55 @@ def modern() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def examined():
-    """What all instruments of a break_it.py read: examined(path) of the healthy patient of seed 1, examined(path, name)
-    after the sabotage of that name. Each is examined once in a session."""
-    known = {}
+def sparse() -> ModuleType:
+    """Chapter 18's build.py."""
+    return chapters.load_build(18)
+
+
+@pytest.fixture(scope="session")
+def examined(once):
+    """What all instruments of a break_it.py read: examined(path) of the healthy patient of seed 1,
+    examined(path, name) after the sabotage of that name. Each is examined once in a session."""
+    patients = {}
+
+    def healthy(path: Path):
+        if path not in patients:
+            patients[path] = chapters.load_file(path).CASE.healthy(1)
+        return patients[path]
 
     def readings(path: Path, name: str | None = None) -> dict[str, Reading]:
-        if (path, name) not in known:
+        def make() -> dict[str, Reading]:
             case = chapters.load_file(path).CASE
-            patient = case.healthy(1)
+            patient = healthy(path)
             if name is not None:
                 patient = next(s for s in case.sabotages if s.name == name).damage(patient)
-            with fastest_float32():
-                known[path, name] = examine(case, patient)
-        return known[path, name]
+            return examine(case, patient)
+
+        return once(f"{path} {name}", make)
 
     return readings
 
 
+# ---------------------------------------------------------------- scripts
+
+
+def script(folder: Path, path: Path, *flags: str, **environment: str) -> tuple[int, str, str]:
+    """Run a script by its path from `folder`: (status, stdout, stderr)."""
+    done = subprocess.run(
+        [sys.executable, *ENCODING_ERRORS, str(path), *flags],
+        cwd=folder,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.fixture
 def run_script(tmp_path):
-    """Run a script by its path, from a directory that isn't its own, as a person would: (status, stdout, stderr)."""
-
-    def run(path: Path, *flags: str, **environment: str) -> tuple[int, str, str]:
-        done = subprocess.run(
-            [sys.executable, "-X", "warn_default_encoding", "-W", "error::EncodingWarning", str(path), *flags],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=300,
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def sparse():
-    """Chapter 18's build.py."""
-    from shared import chapters
-
-    return chapters.load_build(18)
+    """Run a script by its path, from a directory that isn't its own, as a person would:
+    (status, stdout, stderr)."""
+    return lambda path, *flags, **environment: script(tmp_path, path, *flags, **environment)

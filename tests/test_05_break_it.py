@@ -64,9 +64,31 @@ def test_scaling_by_name_changes_nothing_until_the_name_changes(healthy, broken)
 
 def test_a_copied_head_costs_the_embedding_once_more():
     model = SABOTAGES["copied-head"].damage(break_it.healthy(1)).build()
+    plain = break_it.healthy(1).build()
     assert torch.equal(model.lm_head.weight, model.token_embedding.weight)
-    more = break_it.gpt.count_parameters(model) - break_it.gpt.count_parameters(break_it.healthy(1).build())
-    assert more == model.lm_head.weight.numel()
+    assert torch.equal(model.token_embedding.weight, plain.token_embedding.weight)
+    assert size(model) - size(plain) == model.lm_head.weight.numel()
+
+
+def size(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "red"),
+    [
+        ("is_causal=True", "is_causal=False", {"training-loss", "generation", "causality"}),
+        ("F.gelu(self.fc(x))", 'F.gelu(self.fc(x), approximate="tanh")', set()),
+        ("start /= math.sqrt(2 * model.cfg.n_layers)", "start /= math.sqrt(2)", {"depth", "depth-swiglu"}),
+    ],
+)
+def test_edits_of_a_reader_turn_on_the_lights_that_they_should(old, new, red, capsys):
+    assert break_it.main(["--edit", old, new]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("  in chapter 05's build.py, ")
+    lights = dict(re.findall(r"^([a-z-]+) .* (green|RED)$", out, re.MULTILINE))
+    assert set(lights) == {instrument.name for instrument in break_it.INSTRUMENTS}
+    assert {name for name, light in lights.items() if light == "RED"} == red
 
 
 def test_damage_leaves_the_patient_as_it_was():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shared.console import UserError
 from shared.randomness import generator
 
 SHAPE = {"block_size": 11, "n_layers": 3, "n_heads": 2, "d_model": 20}
@@ -236,5 +237,29 @@ def test_the_run_says_how_much_likelier_the_true_token_became(gpt, tmp_path, mon
     record = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     loss = record["runs"][0]["validation_loss"]
     assert loss < 1.0 < math.log(4)
-    assert f"{4 * math.exp(-loss):.1f} times as likely" in out and f"{math.log(4) - loss:.3f} less" in out
+    said = " ".join(out.split())  # sentences are folded
+    assert f"{4 * math.exp(-loss):.1f} times the probability" in said
+    assert f"the loss is {loss:.3f} nats" in said and f"has {math.log(4):.3f}" in said
     assert record["runs"][0]["found"]["sample"].startswith(record["runs"][0]["found"]["prompt"])
+
+
+def test_the_trained_model_continues_a_prompt(gpt, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text"
+    text.write_text("abcd" * 400, encoding="utf-8")
+    preset = gpt.PRESETS["tiny"]
+    small = replace(preset, model=gpt.GPTConfig(8, 1, 2, 12), training=replace(preset.training, steps=60, batch_size=8))
+    monkeypatch.setitem(gpt.PRESETS, "tiny", small)
+    flags = ["--data", str(text), "--output-dir", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="run the command without --sample first"):
+        gpt.main([*flags, "--sample", "ab"])
+    gpt.main(flags)
+    capsys.readouterr()
+    assert gpt.main([*flags, "--sample", "ab"]) == 0
+    out = capsys.readouterr().out.strip()
+    assert out.startswith("ab") and len(out) == 2 + gpt.SAMPLE_TOKENS
+    pairs = [out[i : i + 2] for i in range(len(out) - 1)]
+    assert sum(pair in ("ab", "bc", "cd", "da") for pair in pairs) > 0.8 * len(pairs)  # it learned
+    with pytest.raises(UserError, match="no character 'é'"):
+        gpt.main([*flags, "--sample", "é"])
+    with pytest.raises(UserError, match="the prompt is empty"):
+        gpt.main([*flags, "--sample", ""])

@@ -1,5 +1,6 @@
 """The flags of every build.py, frozen, and what a person reads after a wrong one."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 
 from shared import chapters, cli
 from shared.console import UserError
+from shared.training import TrainingSettings
 
 TRAINING_BUILDS = [
-    p for p in sorted(chapters.PROJECTS.glob("*/build.py")) if "from shared import" in p.read_text(encoding="utf-8")
+    p for p in sorted(chapters.PROJECTS.glob("*/build.py"))
 ]
 FLAGS = {
     "--help", "--tiny", "--full", "--steps", "--seed", "--seeds", "--data", "--tokenizer", "--device", "--workers",
-    "--output-dir",
+    "--output-dir", "--set", "--fresh", "--report", "--keep",
 }  # fmt: skip
 
 
@@ -47,7 +49,7 @@ def test_the_defaults():
         (["--steps", "many"], "'many' is not"),
         (["--steps", "²"], "is not a whole number"),
         (["--steps"], "expected one argument"),
-        (["--seeds", "1001"], "more than 1000"),
+        (["--seeds", "1001"], "give at most 1000"),
         (["--tokenizer", "words"], "'words'"),
         (["--device", "tpu"], "'tpu'"),
         (["--step", "5"], "unrecognized arguments: --step"),  # no abbreviations: they change meaning as flags come
@@ -69,8 +71,9 @@ def test_a_device_that_is_not_there_is_refused_and_auto_takes_what_there_is(monk
         cli.parse("", ["--device", "cuda"], Path("here"))
     assert cli.parse("", ["--full"], Path("here")).device == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert cli.parse("", ["--full"], Path("here")).device == "cuda"
-    assert cli.parse("", ["--full"], Path("here")).workers == 1
+    assert cli.parse("", ["--full"], Path("here")).workers == 3  # one a GPU
     assert cli.parse("", ["--tiny"], Path("here")).device == "cpu"  # the reference
 
 
@@ -120,3 +123,80 @@ def test_a_closed_pipe_and_a_full_disk_are_no_traceback(run_script, tmp_path):
     if Path("/dev/full").exists():
         status, _, err = run_script(script, "full")
         assert status == 1 and err.count("\n") == 1 and "No space left" in err
+
+
+@dataclass(frozen=True)
+class Config:
+    block_size: int = 8
+    wide: bool = False
+    hidden: int | None = None
+    start: float | str = 0.02
+    kind: str = "a"
+
+    def __post_init__(self):
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+
+
+def changed(*assignments):
+    preset = cli.Preset(Config(), TrainingSettings(), "docs", "char", 1)
+    variants = [cli.Variant("a", {}, {}), cli.Variant("b", {}, {"kind": "b"})]
+    options = cli.parse("", [f"--set={text}" for text in assignments], Path("here"))
+    return cli.with_changes(preset, variants, options.changes)
+
+
+def test_set_changes_a_field_by_its_type():
+    config, training = changed(
+        "block_size=16", "wide=true", "hidden=12", "start=fan_in", "learning_rate=1e-2"
+    )
+    assert config == Config(16, True, 12, "fan_in")
+    assert training == TrainingSettings(learning_rate=1e-2)
+    assert changed("hidden=none", "start=0.5")[0] == Config(start=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nope=1", "no such field; there are: block_size, wide, hidden, start, batch_size"),
+        ("block_size=many", "block_size=many: give a whole number"),
+        ("block_size=0", "at least 1, got 0"),
+        ("wide=1", "give true or false"),
+        ("learning_rate=nan", "give a number"),
+        ("learning_rate=-1", "above 0"),
+        ("kind=c", "the variants themselves set kind"),
+        ("steps=3", "no such field"),  # it has a flag of its own
+        ("nope", "is not FIELD=VALUE"),
+        ("=3", "is not FIELD=VALUE"),
+    ],
+)
+def test_a_wrong_set_is_refused(text, says):
+    with pytest.raises(UserError, match=says):
+        changed(text)
+
+
+def test_old_gpus_get_float16_and_not_an_emulation(monkeypatch):
+    for native, precision in ((True, "bfloat16"), (False, "float16")):
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True, native=native: including_emulation or native,
+        )
+        assert cli.usable_precision("bfloat16") == precision
+    assert cli.usable_precision("float32") == "float32"
+
+
+@pytest.mark.parametrize(
+    ("content", "cores"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, 1e6),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 1e6),
+        ({}, 1e6),
+    ],
+)
+def test_a_containers_share_of_the_cores_counts(tmp_path, content, cores):
+    (tmp_path / "cpu").mkdir()
+    for name, text in content.items():
+        (tmp_path / name).write_text(text + "\n", encoding="ascii")
+    assert cli.cpu_quota(tmp_path) == cores

@@ -50,8 +50,8 @@ def test_a_pipe_gets_plain_text_and_whole_lines(capsys, monkeypatch, columns):
     monkeypatch.setenv("FORCE_COLOR", "1")
     console.say("bold " * 60, style="bold red")
     console.say(TABLE)
-    with console.RunProgress(2) as progress:
-        progress.update("run 1", 1, 10, "loss 1")
+    with console.RunProgress(2, 10) as progress:
+        progress.update("run 1", 1, "loss 1")
         progress.finish("run 1", "validation loss 2.195")
     out = capsys.readouterr().out
     assert "\x1b" not in out and all(cell in out for cell in CELLS)
@@ -73,7 +73,7 @@ def test_a_console_without_the_letters_gets_question_marks(monkeypatch):
     console.tolerate_narrow_encodings()
     console.say("σ ✓ ± × kᵀ", style="bold")
     console.say(TABLE)
-    with console.RunProgress(1) as progress:
+    with console.RunProgress(1, 100) as progress:
         progress.finish("μ", "done")
     sys.stdout.flush()
     assert raw.getvalue().decode("cp1252").startswith("? ? ± × k?")
@@ -93,21 +93,31 @@ def test_colour_only_where_it_is_wanted(monkeypatch):
 def test_the_cursor_comes_back_after_an_exception(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stdout", Terminal())
-    with pytest.raises(KeyboardInterrupt), console.RunProgress(2) as progress:
-        progress.update("run 1", 5, 10, "loss 2.000")
+    with pytest.raises(KeyboardInterrupt), console.RunProgress(2, 10) as progress:
+        progress.update("run 1", 5, "loss 2.000")
         raise KeyboardInterrupt
     out = sys.stdout.getvalue()
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")  # shown after it was last hidden
 
 
 def test_without_a_display_progress_is_a_line_now_and_then(capsys, monkeypatch):
-    clock = iter([0.0, 1.0, 31.0, 31.0, 32.0])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    progress = console.RunProgress(1)
-    progress.update("run 1", 10, 100, "loss 4")  # at 1 s: too soon
-    progress.update("run 1", 20, 100, "loss 3")  # at 31 s
-    progress.update("run 1", 30, 100, "loss 2")  # at 32 s: too soon
-    assert capsys.readouterr().out == "run 1: step 20 of 100, loss 3\n"
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    progress = console.RunProgress(2, 100)
+    for now[0], done in ((1.0, 10), (3.0, 20), (4.0, 30), (34.0, 40), (35.0, 50)):
+        progress.update("run 1", done, f"loss of step {done}")
+    # 10 steps in 2 s, from step 10 on: 180 steps are left. Then 30 steps in 33 s, and 160 left.
+    assert capsys.readouterr().out == (
+        "about 36 seconds left\nrun 1: step 40 of 100, loss of step 40; about 3 minutes left\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(0.4, "0 seconds"), (89, "89 seconds"), (90, "2 minutes"), (7200, "2 hours"), (1e6, "12 days")],
+)
+def test_a_duration_has_the_unit_that_a_person_would_use(seconds, says):
+    assert console.duration(seconds) == says
 
 
 def test_data_cannot_steer_a_terminal(capsys):

@@ -112,7 +112,7 @@ def test_the_source_leaves_out_what_differs_by_machine(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
     monkeypatch.setattr(data, "torch_folder", lambda: tmp_path)
-    assert data.torch_source() == ["ax", "bb"]
+    assert list(data.torch_source().items()) == [("a/x.py", "ax"), ("b.py", "bb")]
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -205,3 +205,15 @@ def test_a_corpus_travels_between_processes_unchanged():
     copy = pickle.loads(pickle.dumps(corpus))
     assert torch.equal(copy.train, corpus.train) and torch.equal(copy.validation, corpus.validation)
     assert (copy.vocab_size, copy.name) == (3, "n") and math.isclose(copy.n_characters, 3)
+
+
+def test_the_source_is_split_by_file_so_that_both_parts_hold_all_kinds(monkeypatch):
+    texts = {f"folder_{i % 7}/file_{i}.py": f"line {i}\n" * 5 for i in range(1000)}
+    monkeypatch.setattr(data, "torch_source", lambda: texts)
+    corpus = data.load_corpus("source", "char", 4)
+    assert corpus.split == data.FILES_BY_HASH
+    held_out = [name for name in texts if data.is_held_out(name)]
+    assert 70 <= len(held_out) <= 130  # one in ten, give or take three standard deviations
+    assert corpus.tokenizer.decode(corpus.validation.tolist()) == "".join(texts[n] for n in held_out)
+    assert len(corpus.train) + len(corpus.validation) == corpus.n_characters
+    assert data.is_held_out("nn/modules/linear.py") is data.is_held_out("nn/modules/linear.py")

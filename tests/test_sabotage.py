@@ -1,41 +1,74 @@
 """The frame of break_it.py, held to a toy case whose outcome is known beforehand."""
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 
 from shared import chapters, sabotage
+from shared.chapters import Edit
 from shared.console import UserError
-from shared.instruments import Case, Instrument, Outcome, Reading, Sabotage, examine
+from shared.sabotage import Case, Instrument, Outcome, Reading, Sabotage, examine
 
 
 @dataclass(frozen=True)
 class Lamp:
+    """Its volts and its colour, unless a function exchanges them; its edits are of chapter 05's build."""
+
     seed: int
-    volts: float = 230.0
-    colour: str = "white"
+    supply: float = 230.0
+    edits: tuple[Edit, ...] = ()
+    function: Callable = lambda volts, colour: (volts, colour)
+
+    @property
+    def volts(self) -> float:
+        return self.function(self.supply, "white")[0]
+
+    @property
+    def colour(self) -> str:
+        return self.function(self.supply, "white")[1]
+
+    @property
+    def layers(self) -> int:
+        gpt = chapters.edited_build(5, self.edits)
+        return len(gpt.GPT(gpt.GPTConfig(), vocab_size=5).blocks)
 
 
 INSTRUMENTS = (
     Instrument("voltmeter", "is it 230 V?", lambda p: Reading(f"{p.volts:.0f} V", p.volts == 230, p.volts)),
     Instrument("eye", "is it white?", lambda p: Reading(p.colour, p.colour == "white")),
+    Instrument("counter", "two layers?", lambda p: Reading(f"{p.layers} layers", p.layers == 2)),
 )
 
 
 def sabotage_of(name: str, instrument: str, also_trips: tuple = (), harmless: bool = False, sizes=None, **damage):
+    """A sabotage that gives the lamp other volts or another colour."""
+
+    def burn(volts: float, colour: str) -> tuple[float, str]:
+        return damage.get("volts", volts), damage.get("colour", colour)
+
     return Sabotage(
         name=name,
-        before=f"{name} [before]",
-        after=f"{name} [after]",
+        function=burn,
         predicts=f"{name} shows",
         explains=f"because {name}",
         loud=name == "halved",
         instrument=instrument,
-        damage=lambda patient: replace(patient, **damage),
         also_trips=also_trips,
         harmless=harmless,
         sizes=sizes,
     )
+
+
+THINNED = Sabotage(
+    name="thinned",
+    edits=(Edit(5, "n_layers: int = 2", "n_layers: int = 1"),),
+    predicts="one layer is left",
+    explains="because thinned",
+    loud=False,
+    instrument="counter",
+)
 
 
 TRUE = (
@@ -60,6 +93,7 @@ def case_of(*sabotages: Sabotage, volts: float = 230.0) -> Case:
         sabotages=sabotages,
         vitals=lambda patient: {"volts": f"{patient.volts:.0f}", "seed": str(patient.seed)},
         sample=lambda patient: f"light of\ncolour {patient.colour}",
+        chapter=5,
     )
 
 
@@ -74,7 +108,7 @@ def run(capsys, case: Case, *argv: str) -> tuple[int, str]:
 def test_the_default_is_the_first_sabotage_and_a_true_prediction_exits_0(capsys):
     status, out = run(capsys, GOOD)
     assert status == 0
-    for part in ("halved [before]", "halved [after]", "halved shows", "(loud)", "230 V", "115 V", "As predicted"):
+    for part in ("def burn(volts", "halved shows", "(loud)", "230 V", "115 V", "As predicted"):
         assert part in out
     assert out.index("halved shows") < out.index("As predicted")  # stated first
 
@@ -115,6 +149,49 @@ def test_all_sums_up_and_counts_failures(capsys):
     assert status == 1 and "DID NOT COME TRUE" in out
 
 
+def test_an_edit_is_shown_as_a_diff_with_its_place_and_run(capsys):
+    status, out = run(capsys, case_of(THINNED))
+    assert status == 0 and "2 layers" in out and "1 layers" in out
+    assert re.search(r"in chapter 05's build.py, GPTConfig, line \d+:\n +- n_layers: int = 2\n +\+ n_layers: int = 1\n", out)
+
+
+def test_a_readers_edit_shows_every_light(capsys):
+    status, out = run(capsys, GOOD, "--edit", "n_layers: int = 2", "n_layers: int = 3")
+    assert status == 0 and "3 layers" in out and "1 of 3 lights are red: counter" in out
+    assert out.index("+ n_layers: int = 3") < out.index("3 layers")
+    status, out = run(capsys, GOOD, "--edit", "in tokens", "in letters")
+    assert status == 0 and "No light is red." in out and "longest context, in letters" in out
+
+
+def test_an_edit_that_fails_when_it_runs_says_where(capsys):
+    line = "self.norm_f = self.make_norm(cfg)"
+    status, out = run(capsys, GOOD, "--edit", line, f"{line}\nself.nonsense")
+    assert status == 0 and "fails: AttributeError" in out and "1 of 3 lights are red: counter" in out
+    assert re.search(r"doesn't run: AttributeError.*\n  build.py, line \d+: self.nonsense\n", out)
+
+
+def test_a_diff_shows_each_place_and_the_line_behind_an_insertion():
+    edits = (
+        Edit(5, "start = std\nif", "start = 1.0\nif"),
+        Edit(5, "self.norm_f = self.make_norm(cfg)", "self.extra = 1\nself.norm_f = self.make_norm(cfg)"),
+        Edit(7, "self.eps = eps", "self.eps = 0.0"),
+    )
+    lines = sabotage.diff(edits).split("\n")
+    assert [line.split(", line")[0] for line in lines if line.startswith("in ")] == [
+        "in chapter 05's build.py, GPT.__init__",
+        "in chapter 05's build.py, init_parameters",
+        "in chapter 07's build.py, RMSNorm.__init__",
+    ]
+    assert lines[1:3] == ["+ self.extra = 1", "  self.norm_f = self.make_norm(cfg)"]
+    assert lines[4:6] == ["- start = std", "+ start = 1.0"]
+    assert lines[7:] == ["- self.eps = eps", "+ self.eps = 0.0"]
+
+
+def test_list_says_what_silent_means(capsys):
+    _, out = run(capsys, GOOD, "--list")
+    assert "silent: not visible in the training loss" in out
+
+
 def test_list_names_every_sabotage_and_runs_none(capsys):
     def never(seed: int) -> Lamp:
         raise AssertionError("--list must not build anything")
@@ -126,7 +203,7 @@ def test_list_names_every_sabotage_and_runs_none(capsys):
 def test_the_quiz_keeps_its_secret_and_prints_the_way_to_answer(capsys):
     status, out = run(capsys, GOOD, "--quiz", "--seed", "3")
     assert status == 0 and "--quiz --seed 3 --answer NAME" in out
-    assert "before]" not in out and "because" not in out and "Right" not in out
+    assert "def burn" not in out and "because" not in out and "Right" not in out
     assert all(s.name in out for s in TRUE)  # the suspects
     assert "  | colour white" in out  # every line of the sample is set off
 
@@ -157,6 +234,14 @@ def test_every_sabotage_comes_up_in_some_quiz_and_only_its_name_is_right(capsys)
         (["--answer", "halved"], "needs the --seed"),
         (["--all", "--answer", "halved"], "belongs to --quiz"),
         (["--all", "--list"], "not allowed with"),
+        (["--edit", "a"], "expected 2 arguments"),
+        (["--edit", "a", "b", "--all"], "not allowed with"),
+        (["--edit", "a", "b", "--answer", "halved"], "belongs to --quiz"),
+        (["--edit", "not in it", "b"], "stands nowhere in projects/05_"),
+        (["--edit", "n_layers", "b"], r"stands \d+ times in projects/05_"),
+        (["--edit", "n_layers: int = 2", "n_layers: int = "], "can't be loaded: SyntaxError"),
+        (["--edit", "n_layers: int = 2", "n_layers: int"], "can't be loaded: TypeError: non-default"),
+        (["--edit", "n_layers: int = 2", "n_layers: int = 2"], "the same"),
         (["--seed", "0"], "whole number"),
         (["--bogus"], "--bogus"),
     ],
@@ -180,7 +265,7 @@ def test_a_wrong_name_is_one_line_and_status_2(tmp_path, run_script):
     script.write_text(
         f"import sys; sys.path.insert(0, {str(chapters.PROJECTS.parent)!r})\n"
         "from shared import cli, sabotage\n"
-        "from shared.instruments import Case\n"
+        "from shared.sabotage import Case\n"
         "cli.run(lambda: sabotage.main(Case(None, (), (), None), 'x', None))\n",
         encoding="utf-8",
     )

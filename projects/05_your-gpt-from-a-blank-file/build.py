@@ -20,11 +20,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import cli, comparison, data, experiment, figures, report
-from shared.console import Table
-from shared.plan import Plan, Preset, make_plan
+from shared import cli, data, figures, report, runs, training
+from shared.cli import Plan, Preset, Variant
+from shared.console import Table, UserError, printable, say
 from shared.randomness import generator
 from shared.training import TrainingSettings
+from shared.verdict import interval
 
 # ---------------------------------------------------------------- config
 
@@ -283,16 +284,18 @@ def generate(
 # ---------------------------------------------------------------- experiment
 
 PRESETS = {
-    "tiny": Preset(GPTConfig(), TrainingSettings(steps=600), corpus="docs", tokenizer="char", seeds=1),
+    "tiny": Preset(
+        GPTConfig(), TrainingSettings(steps=600), corpus="docs", tokenizer="char", seeds=1
+    ),
     "full": Preset(
         GPTConfig(block_size=256, n_layers=6, n_heads=6, d_model=384),
         TrainingSettings(
-            steps=5000,
+            steps=2000,  # three times over the training part; more would learn it by heart
             batch_size=64,
             learning_rate=1e-3,
             warmup=100,
             final_rate=0.1,
-            autocast=True,
+            precision="bfloat16",
             compile="inductor",
         ),
         corpus="source",
@@ -301,57 +304,91 @@ PRESETS = {
     ),
 }
 
+VARIANTS = [Variant("GPT", labels={"model": "GPT"}, changes={})]
 SAMPLE_TOKENS = 300
+TEMPERATURE = 0.8
 
 
-class OneGPT(comparison.Experiment):
+class OneGPT(runs.Experiment):
     """The classic model, trained once per seed, and what it then writes."""
 
-    def build_model(self, variant: str, config: dict, vocab_size: int, seed: int) -> nn.Module:
-        model = GPT(GPTConfig(**config), vocab_size)
+    data_parallel = True
+
+    def build_model(self, config: GPTConfig, vocab_size: int, seed: int) -> nn.Module:
+        model = GPT(config, vocab_size)
         init_parameters(model, seed)
         return model
 
     def inspect(self, model: nn.Module, corpus: data.Corpus, seed: int) -> dict:
         check_tie(model)  # after the move to its device and the training
-        device = model.token_embedding.weight.device
-        prompt = corpus.validation[None, : model.cfg.block_size].to(device)
-        draws = torch.Generator(device).manual_seed(seed)
-        idx = generate(model, prompt, SAMPLE_TOKENS, temperature=0.8, generator=draws)
-        text = corpus.tokenizer.decode(idx[0].tolist())
-        return {"prompt": corpus.tokenizer.decode(prompt[0].tolist()), "sample": text}
+        prompt = corpus.validation[: model.cfg.block_size].tolist()
+        sample = continue_text(model, prompt, seed)
+        decode = corpus.tokenizer.decode
+        return {"prompt": decode(prompt), "sample": decode(prompt + sample)}
 
 
-def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]:
-    """The table, the loss against guessing evenly, and the first finished seed's sample."""
-    blocks = [report.comparison_table(plan, results, labels={"model": lambda variant: variant})]
+def continue_text(model: nn.Module, prompt: list[int], seed: int) -> list[int]:
+    """The SAMPLE_TOKENS token ids that the model writes after those of the prompt."""
+    device = model.token_embedding.weight.device
+    idx = torch.tensor([prompt], device=device)
+    draws = torch.Generator(device).manual_seed(seed)
+    idx = generate(model, idx, SAMPLE_TOKENS, temperature=TEMPERATURE, generator=draws)
+    return idx[0, len(prompt) :].tolist()
+
+
+def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
+    """The loss against guessing evenly, the table, and the first finished seed's sample."""
+    table = report.comparison_table(plan, results)
     finished = [r for r in results if r.history]
-    if finished:
-        losses = comparison.interval([r.history.validation_loss for r in finished])
-        spread = "" if losses.half_width is None else f" ± {losses.half_width:.3f}"
-        gained = plan.uniform_loss - losses.mean
-        blocks.append(
-            f"Guessing evenly costs {plan.uniform_loss:.3f} nats a token; the trained model pays "
-            f"{losses.mean:.3f}{spread} on text it never saw, {gained:.3f} less: it finds the true next token "
-            f"{math.exp(gained):.1f} times as likely (geometric mean)."
-        )
-        found = finished[0].found
-        blocks.append(f"A sample (seed {finished[0].run.seed}, temperature 0.8), its context before the bar:")
-        blocks.append(found["prompt"] + "|" + found["sample"][len(found["prompt"]) :])
-    return blocks
+    if not finished:
+        return [table]
+    losses = interval([r.history.validation_loss for r in finished])
+    spread = "" if losses.half_width is None else f" ± {losses.half_width:.3f}"
+    gained = plan.uniform_loss - losses.mean
+    finding = (
+        f"On text that it never saw, the loss is {losses.mean:.3f}{spread} nats a token. Guessing "
+        f"evenly has {plan.uniform_loss:.3f}: the model gives the right next token "
+        f"{math.exp(gained):.1f} times the probability (geometric mean)."
+    )
+    found = finished[0].found
+    head = f"A sample (seed {finished[0].run.seed}, temperature {TEMPERATURE}), after the bar:"
+    text = found["prompt"] + "|" + found["sample"][len(found["prompt"]) :]
+    return [finding, table, head, text]
 
 
-def draw(plan: Plan, results: list[comparison.Result]) -> dict:
+def draw(plan: Plan, results: list[runs.Result]) -> dict:
     """The figures of this run by file name."""
     return {"curves.png": figures.curves(plan, results)}
 
 
+def say_sample(plan: Plan, prompt: str) -> int:
+    """Continue a prompt by the model that the same command trained before."""
+    store = runs.Store(plan, OneGPT())
+    path = store.path(store.wanted()[0], "pt")
+    if not path.exists():
+        raise UserError(f"--sample: {path} is not there; run the command without --sample first")
+    ids = plan.corpus.tokenizer.encode(prompt)
+    if not ids:
+        raise UserError("--sample: the prompt is empty; give it a character or more")
+    model = GPT(plan.configs[plan.baseline], plan.corpus.vocab_size)
+    model.load_state_dict(training.load_checkpoint(path)["model"])
+    written = continue_text(model.eval(), ids, plan.seeds[0])
+    say(printable(plan.corpus.tokenizer.decode(ids + written)))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     here = Path(__file__).parent
-    options = cli.parse(__doc__, argv, here / "outputs")
-    plan = make_plan("Your GPT from a blank file", PRESETS[options.preset], {"GPT": {}}, options)
-    return experiment.carry_out(OneGPT, plan, summarize, draw, here / "expected")
+    parser = cli.build_parser(__doc__)
+    parser.add_argument("--sample", metavar="TEXT", help="let the trained model continue this")
+    args = parser.parse_args(argv)
+    options = cli.options_from(args, here / "outputs")
+    preset = PRESETS[options.preset]
+    plan = cli.make_plan("Your GPT from a blank file", preset, VARIANTS, options)
+    if args.sample is not None:
+        return say_sample(plan, args.sample)
+    return report.carry_out(OneGPT(), plan, summarize, draw, here / "expected")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_build(__file__)

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, comparison, experiment, figures, report
+from shared import chapters, cli, figures, report, runs
+from shared.cli import Plan, Preset, Variant
 from shared.console import Table
-from shared.plan import Plan, Preset, make_plan
 from shared.training import TrainingSettings
 
 gpt = chapters.load_build(5)  # the previous chapter's GPT: everything that this one doesn't change
@@ -296,85 +296,101 @@ def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float
 # ---------------------------------------------------------------- experiment
 
 PRESETS = {
-    "tiny": Preset(ModernConfig(), TrainingSettings(observe_every=50), corpus="docs", tokenizer="char", seeds=3),
+    "tiny": Preset(
+        ModernConfig(),
+        TrainingSettings(observe_every=50),
+        corpus="docs",
+        tokenizer="char",
+        seeds=3,
+    ),
     "full": Preset(
         ModernConfig(block_size=256, n_layers=6, n_heads=6, d_model=384),
         TrainingSettings(
-            steps=2000, batch_size=64, learning_rate=1e-3, warmup=100, final_rate=0.1, observe_every=250,
-            autocast=True, compile="inductor",
+            steps=2000,
+            batch_size=64,
+            learning_rate=1e-3,
+            warmup=100,
+            final_rate=0.1,
+            observe_every=250,
+            precision="bfloat16",
+            compile="inductor",
         ),
-        corpus="source", tokenizer="bpe4k", seeds=3,
+        corpus="source",
+        tokenizer="bpe4k",
+        seeds=8,
     ),
-}  # fmt: skip
-
-# What differs from the preset's model; the first is the baseline.
-VARIANTS = {
-    "LayerNorm+GELU": {"norm_type": "layernorm", "mlp_type": "gelu"},
-    "RMSNorm+GELU": {"norm_type": "rmsnorm", "mlp_type": "gelu"},
-    "LayerNorm+SwiGLU": {"norm_type": "layernorm", "mlp_type": "swiglu"},
-    "RMSNorm+SwiGLU": {"norm_type": "rmsnorm", "mlp_type": "swiglu"},
 }
 
 
-class FourWay(comparison.Experiment):
+def variant(norm: str, mlp: str) -> Variant:
+    """One corner of {LayerNorm, RMSNorm} x {GELU, SwiGLU}."""
+    return Variant(
+        f"{norm}+{mlp}",
+        labels={"norm": norm, "MLP": mlp},
+        changes={"norm_type": norm.lower(), "mlp_type": mlp.lower()},
+    )
+
+
+NORMS = ("LayerNorm", "RMSNorm")
+MLPS = ("GELU", "SwiGLU")
+VARIANTS = [variant(norm, mlp) for mlp in MLPS for norm in NORMS]  # the first is the baseline
+
+
+class FourWay(runs.Experiment):
     """{LayerNorm, RMSNorm} x {GELU, SwiGLU}."""
 
-    def build_model(self, variant: str, config: dict, vocab_size: int, seed: int) -> nn.Module:
-        cfg = ModernConfig(**config)
-        model = ModernGPT(cfg, vocab_size)
-        gpt.init_parameters(model, seed, cfg.init_std)
+    def build_model(self, config: ModernConfig, vocab_size: int, seed: int) -> nn.Module:
+        model = ModernGPT(config, vocab_size)
+        gpt.init_parameters(model, seed, config.init_std)
         return model
 
     def observe(self, model: nn.Module, idx: torch.Tensor) -> dict:
         return {"stream": stream_stats(model, idx)}
 
 
-def stream_table(results: list[comparison.Result]) -> Table:
-    """The residual stream at the last sample, by what was last written to it: means over the seeds."""
-
-    def mean(variant: str, point: str, statistic: str, power: float = 1.0) -> str:
-        values = comparison.mean_of(
-            results, variant, lambda r: r.history.observations[-1]["stream"][point][statistic] ** power
-        )
-        return report.number(values, ".2f")
-
-    norms, points = ("LayerNorm", "RMSNorm"), next(r.history.observations[-1]["stream"] for r in results if r.history)
-    rows = [
-        [mlp, point]
-        + [mean(f"{norm}+{mlp}", point, "var", 0.5) for norm in norms]
-        + [mean(f"{norm}+{mlp}", point, "kurtosis") for norm in norms]
-        for mlp in ("GELU", "SwiGLU")
-        for point in points
-    ]
-    return Table(["MLP", "stream after", *(f"{norm} {what}" for what in ("std", "kurtosis") for norm in norms)], rows)
+def last_stream(result: runs.Result) -> dict[str, dict[str, float]]:
+    """The statistics of the residual stream at the last look, by what was last added to it."""
+    return result.history.observations[-1]["stream"]
 
 
-def summarize(plan: Plan, results: list[comparison.Result]) -> list[str | Table]:
-    """The table and what this run's own numbers say of the chapter's claims."""
-    table = report.comparison_table(
-        plan,
-        results,
-        labels={"norm": lambda variant: variant.split("+")[0], "MLP": lambda variant: variant.split("+")[1]},
-    )
-    sentences = [
-        report.difference_sentence(plan, results, variant, plan.baseline)
-        for variant in plan.variants
-        if variant != plan.baseline
-    ]
-    sentences += [
-        report.size_and_time_sentence(results, variant, plan.baseline)
-        for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU")
-    ]
-    blocks, lessons = [table], "\n".join(f"- {sentence}" for sentence in sentences if sentence)
-    if lessons:
-        blocks.append(f"As measured in this run:\n{lessons}")
+def stream_table(results: list[runs.Result]) -> Table:
+    """Std and kurtosis of the residual stream at the last look: means over the seeds."""
+
+    def std(name: str, point: str) -> str:
+        mean = runs.mean_of(results, name, lambda r: last_stream(r)[point]["var"] ** 0.5)
+        return report.number(mean, ".2f")
+
+    def kurtosis(name: str, point: str) -> str:
+        mean = runs.mean_of(results, name, lambda r: last_stream(r)[point]["kurtosis"])
+        return report.number(mean, ".2f")
+
+    points = next(list(last_stream(r)) for r in results if r.history)
+    rows = []
+    for mlp in MLPS:
+        for point in points:
+            names = [f"{norm}+{mlp}" for norm in NORMS]
+            stds = [std(name, point) for name in names]
+            kurtoses = [kurtosis(name, point) for name in names]
+            rows.append([mlp, point, *stds, *kurtoses])
+    headers = [f"{norm}\n{what}" for what in ("std", "kurtosis") for norm in NORMS]
+    return Table(["MLP", "stream after", *headers], rows)
+
+
+def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
+    """The finding in a sentence, the table, and the stream that the models end with."""
+    blocks: list[str | Table] = []
+    finding = report.finding(plan, results)
+    if finding:
+        blocks.append(finding)
+    blocks += [report.comparison_table(plan, results), report.caption(plan)]
     seen = [r.history.observations[-1]["step"] for r in results if r.history]
     if seen:
-        blocks += [f"The residual stream at step {seen[0]}, means over the seeds:", stream_table(results)]
+        head = f"The residual stream at step {seen[0]:,}, means over the seeds:"
+        blocks += [head, stream_table(results)]
     return blocks
 
 
-def draw(plan: Plan, results: list[comparison.Result]) -> dict:
+def draw(plan: Plan, results: list[runs.Result]) -> dict:
     """The figures of this run by file name."""
     return {
         "curves.png": figures.curves(plan, results),
@@ -383,14 +399,14 @@ def draw(plan: Plan, results: list[comparison.Result]) -> dict:
     }
 
 
-def main(argv: list[str] | None = None, **changes) -> int:
-    """Run the experiment. `changes` go into every variant's config, as in main(["--seeds", "4"], init_std="fan_in")."""
+def main(argv: list[str] | None = None) -> int:
     here = Path(__file__).parent
     options = cli.parse(__doc__, argv, here / "outputs")
-    variants = {name: {**variant, **changes} for name, variant in VARIANTS.items()}
-    plan = make_plan("The details that matter: norms and MLPs side by side", PRESETS[options.preset], variants, options)
-    return experiment.carry_out(FourWay, plan, summarize, draw, here / "expected")
+    preset = PRESETS[options.preset]
+    title = "The details that matter: norms and MLPs side by side"
+    plan = cli.make_plan(title, preset, VARIANTS, options)
+    return report.carry_out(FourWay(), plan, summarize, draw, here / "expected")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_build(__file__)

@@ -52,9 +52,8 @@ class Patient:
     @cached_property
     def losses(self) -> torch.Tensor:
         """Nats for each of n_tokens tokens."""
-        ids = torch.tensor(self.tokenizer.encode(real.step_05.evaluation_text())[: self.n_tokens + 1])
-        with real.step_05.fast(self.model):
-            return real.step_05.token_losses(self.model, ids)
+        ids = torch.tensor(self.tokenizer.encode(real.evaluation_text())[: self.n_tokens + 1])
+        return real.token_losses(self.model, ids)
 
     @property
     def perplexity(self) -> float:
@@ -65,15 +64,15 @@ class Patient:
     def answer(self) -> str:
         """The likeliest ten tokens after the question, with keys and values remembered."""
         ids, end = self.tokenizer.chat(QUESTION), self.tokenizer.end
-        with self.model.remembering(len(ids) + 10):
+        with real.remembering(self.model, len(ids) + 10):
             tokens = [token for token in real.stream(self.model, ids, 10, end) if token != end]
-        return real.CONTROLS.sub("", " ".join(self.tokenizer.encoding.decode(tokens).split()))
+        return real.conversation.CONTROLS.sub("", " ".join(self.tokenizer.encoding.decode(tokens).split()))
 
 
 @lru_cache(maxsize=1)
 def healthy(seed: int, n_tokens: int = TEXT["one"]) -> Patient:
-    file = real.step_01.WeightsFile(real.step_01.packaged_weights())
-    return Patient(seed, n_tokens, real.step_04.load_model(file, real.CachedGPT), real.step_02.Tokenizer(file))
+    file = real.WeightsFile(real.packaged_weights())
+    return Patient(seed, n_tokens, real.load_model(file), real.Tokenizer(file))
 
 
 # ---------------------------------------------------------------- instruments
@@ -131,48 +130,37 @@ def mlp(hidden: Callable) -> Callable[[Patient], Patient]:
     return partial(exchange, "mlp", DamagedMLP)
 
 
-class MixedLayouts(real.CachedAttention):
+class MixedLayouts(real.GroupedQueryAttention):
     def turn(self, x, start):
         end = start + x.shape[2]
         return apply_rope_half_split(x, self.cos[start:end], self.sin[start:end])
 
 
-class Unturned(real.CachedAttention):
+class Unturned(real.GroupedQueryAttention):
     def turn(self, x, start):
         return x
 
 
-class OtherBase(real.CachedAttention):
+class OtherBase(real.GroupedQueryAttention):
     def turn(self, x, start):
         cos, sin = modern.build_rope_cache(start + x.shape[2], self.head_dim, base=10_000.0)
         return modern.apply_rope(x, cos[start:], sin[start:])
 
 
-class Restarting(real.CachedAttention):
+class Restarting(real.GroupedQueryAttention):
     def turn(self, x, start):
         return super().turn(x, 0)
 
 
-class Unscaled(real.CachedAttention):
-    def shared_heads(self, x, start=0):
-        q, k, v = super().shared_heads(x, start)
-        return q * self.head_dim**0.5, k, v  # cancels the 1/√D to come
+class Unscaled(real.GroupedQueryAttention):
+    def mix(self, q, k, v, mask=None, is_causal=False):
+        return super().mix(q * self.head_dim**0.5, k, v, mask, is_causal)  # cancels the 1/√D to come
 
 
-class Tiled(real.CachedAttention):
-    def shared_heads(self, x, start=0):
-        q, k, v = super().shared_heads(x, start)
-        copies = self.n_heads // self.n_kv_heads
-        return q, k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)
-
-    def heads(self, x):
-        return self.shared_heads(x)
-
-
-def tile(patient: Patient) -> Patient:
-    patient = exchange("attn", Tiled, patient)
-    patient.model.cfg = replace(patient.model.cfg, n_kv_heads=patient.model.cfg.n_heads)  # so many the cache must hold
-    return patient
+class Tiled(real.GroupedQueryAttention):
+    def mix(self, q, k, v, mask=None, is_causal=False):
+        group = self.n_heads // self.n_kv_heads
+        return super().mix(q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1), mask, is_causal)
 
 
 def centred(self, x):
@@ -204,6 +192,7 @@ def new_head(patient: Patient) -> Patient:
 # ---------------------------------------------------------------- the list
 
 TURN = "return modern.apply_rope(x, self.cos[start:], self.sin[start:])"
+MIX = "y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)"
 SCALE = "scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)"
 GAIN = "return (wide * scale * self.weight).to(x.dtype)"
 SWIGLU = "return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))"
@@ -251,20 +240,18 @@ SABOTAGES = (
         "moves by about a tenth, and the answer slips into another language.",
     ),
     sabotaged(
-        "positions-restart", "q, k, v = self.shared_heads(x, start=past)", "q, k, v = self.shared_heads(x)",
+        "positions-restart", "q, k, v = self.attn.heads(x, start=past)", "q, k, v = self.attn.heads(x)",
         0.99, UNCHANGED, True, attention(Restarting),
         "With a cache each new token comes as a text of length one, but its position is not 0. Perplexity is measured "
         "without a cache and can't see it: whoever only measures, ships this.",
     ),
     sabotaged(
-        "heads-tiled", "return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
-        "return q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)", 1e4, math.inf, True, tile,
+        "heads-tiled", MIX, MIX.replace("q, k, v,", "q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1),"), 1e4, math.inf, True, attention(Tiled),
         "k0 k1 k2 k0 k1 k2 ... has the right shape too, but six of nine queries now read a key that they were not "
         "trained with.",
     ),
     sabotaged(
-        "no-root-d", "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-        "y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)", 10, 1000, True, attention(Unscaled),
+        "no-root-d", MIX, MIX.replace("enable_gqa=True", "scale=1.0, enable_gqa=True"), 10, 1000, True, attention(Unscaled),
         "Scores eight times too large: each head stares at one token.",
     ),
     sabotaged(

