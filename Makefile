@@ -47,8 +47,8 @@ test: setup-real
 quick: setup-real
 	@$(PYTEST) -m "not slow"
 
-bench: setup
-	@for file in tests/benchmarks/bench_*.py; do echo "== $$file"; $(PYTHON) "$$file" || exit 1; done
+bench: setup-real
+	@$(PYTHON) tests/benchmarks/bench.py
 
 clean:
 	@rm -rf projects/*/outputs .pytest_cache .ruff_cache

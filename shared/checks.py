@@ -16,6 +16,7 @@ class Checks:
     def __init__(self) -> None:
         self.rows: list[list[str]] = []
         self.failed = 0
+        self.tensors = False  # does a row stand for a whole tensor?
 
     def close(self, what: str, ours: Value, reference: Value, tolerance: float) -> None:
         """|ours − reference| <= tolerance everywhere. Tensors show the entry that is furthest off."""
@@ -23,6 +24,7 @@ class Checks:
         if ours.shape != reference.shape:
             self.add(what, f"shape {tuple(ours.shape)}", f"shape {tuple(reference.shape)}", "-", "-", False)
             return
+        self.tensors = self.tensors or ours.numel() > 1
         gap = (ours - reference).abs()
         gap = torch.where(ours == reference, torch.zeros_like(gap), gap)  # equal infinities are no error
         worst = int(gap.nan_to_num(nan=math.inf).argmax())
@@ -69,6 +71,8 @@ class Checks:
         """Print the table and its sum. Returns the exit status: 0 if every check held, else 1."""
         console.say()
         console.say(console.Table(["check", "ours", "reference", "error", "tolerance", "verdict"], self.rows))
+        if self.tensors:
+            console.say("A row that compares whole tensors shows the entry that is furthest off.")
         console.say()
         if self.failed:
             console.say(f"{self.failed} of {len(self.rows)} checks FAILED", style="bold red")

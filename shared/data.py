@@ -160,7 +160,7 @@ def pieces_of(text: str) -> list[str]:
 
 
 def bpe4k_encoding() -> tiktoken.Encoding:
-    """The 4,096-entry vocabulary of shared/bpe4k.tiktoken, learned from torch's source by train_bpe.py."""
+    """The 4,096 tokens of shared/bpe4k.tiktoken, learned from torch's source by chapter 05, step 12."""
     lines = BPE4K_FILE.read_text(encoding="ascii").splitlines()
     # Read here and not by tiktoken.load, which would keep a copy under the temporary folder and prefer it.
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}

@@ -11,6 +11,8 @@ import hashlib
 import io
 import os
 import pickle
+import re
+import runpy
 import subprocess
 import sys
 import time
@@ -34,6 +36,8 @@ LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what an
 ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
 # A test that asks for one of these is slow: it starts processes or trains.
 SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined"}
+# Tests of a model of half a gigabyte: one worker runs them all, and loads it once.
+REAL_MODEL = re.compile(r"test_37_model|\[37[-_]")
 
 
 # ---------------------------------------------------------------- workers
@@ -52,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker("slow")
+        if REAL_MODEL.search(item.nodeid):
+            item.add_marker(pytest.mark.xdist_group("the real model"))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
@@ -142,7 +148,7 @@ class TinyRun(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny_run(once, shared_folder) -> Callable[[int], TinyRun]:
-    """tiny_run(chapter): `build.py --tiny`, run once in a session. Write nothing into its folder."""
+    """tiny_run(chapter): `build.py --tiny`, run once in a session. Write nothing there."""
 
     def run(chapter: int) -> TinyRun:
         folder = shared_folder / f"chapter {chapter:02d}"
@@ -164,13 +170,16 @@ class StepRun(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def step_run(once) -> Callable[[Path], StepRun]:
+def step_run(once, request) -> Callable[[Path], StepRun]:
     """step_run(path): the step's status and what it printed, run once in a session."""
 
     def run(path: Path) -> StepRun:
         def make() -> tuple[int, str]:
             out = io.StringIO()
-            with contextlib.redirect_stdout(out):
+            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+                if path.parent == chapters.chapter_folder(37):
+                    load = request.getfixturevalue("load_real_model")
+                    patch.setattr(chapters.load_build(37), "load_model", load)
                 status = chapters.load_file(path).main()
             return status, out.getvalue()
 
@@ -198,6 +207,35 @@ def modern() -> ModuleType:
 def sparse() -> ModuleType:
     """Chapter 18's build.py."""
     return chapters.load_build(18)
+
+
+class LoadOnce:
+    """Chapter 37's load_model(file), which fills the model of the packaged file once: whoever asks
+    next gets the same one, unless somebody has changed it."""
+
+    def __init__(self):
+        self.real = chapters.load_build(37)
+        self.load = self.real.load_model
+        self.model = None
+
+    def __call__(self, file):
+        if file.path != self.real.packaged_weights():
+            return self.load(file)
+        if self.model is None or self.state() != self.before:
+            self.model = self.load(file)
+            self.before = self.state()
+        return self.model
+
+    def state(self) -> list:
+        """Another one when a module was exchanged or a number was written to."""
+        modules = [(name, type(module)) for name, module in self.model.named_modules()]
+        numbers = [(id(p), p.data_ptr(), p._version) for p in self.model.parameters()]
+        return modules + numbers
+
+
+@pytest.fixture(scope="session")
+def load_real_model() -> LoadOnce:
+    return LoadOnce()
 
 
 @pytest.fixture(scope="session")
@@ -240,6 +278,24 @@ def script(folder: Path, path: Path, *flags: str, **environment: str) -> tuple[i
         timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch):
+    """run_script without a new interpreter, which needs seconds to import torch: for what a script
+    refuses or prints, not for what it does to processes."""
+
+    def run(path: Path, *flags: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(path), *flags])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with pytest.raises(SystemExit) as stop:
+                runpy.run_path(str(path), run_name="__main__")
+        return stop.value.code, out.getvalue(), err.getvalue()
+
+    return run
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ EACH_CHAPTER = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: fol
 
 
 @EACH_STEP
-def test_step_holds(step, capsys):
-    status = chapters.load_file(step).main()
-    out = capsys.readouterr().out
+def test_step_holds(step, step_run):
+    status, out = step_run(step)
     assert status == 0, out
     held = re.findall(r"^all (\d+) checks hold$", out, re.MULTILINE)
     assert len(held) == 1 and int(held[0]) > 0, "a step ends in `return checks.report()`"
@@ -50,7 +49,7 @@ def test_a_step_runs_by_its_path_from_any_directory(folder, run_script, tmp_path
 
 
 @EACH_CHAPTER
-def test_a_step_refuses_a_wrong_flag_in_one_line(folder, run_script):
+def test_a_step_refuses_a_wrong_flag_in_one_line(folder, run_here):
     step = next(step for step in STEPS if step.parent == folder)
-    status, out, errors = run_script(step, "--nonsense")
+    status, out, errors = run_here(step, "--nonsense")
     assert status == 2 and out == "" and errors.count("\n") == 1 and "--nonsense" in errors

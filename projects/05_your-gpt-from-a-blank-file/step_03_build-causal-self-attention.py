@@ -1,21 +1,28 @@
 """Step 03: build causal self-attention.
 
-Steps 01 and 02 gave windows of tokens. In the model each token becomes a vector, and attention is the only place
-where the vectors of different positions meet: each position asks (query), is asked (key), and answers (value).
-Position t sees itself and its past; the future is masked.
+By now every token is a vector. To guess what follows "the cat sat on the", the vector of the last
+word must learn something from the words before it. Attention does this; nothing else in the model
+moves information from one position to another.
 
-It leaves out everything around attention. ResidualWriter is a plain Linear with a name of its own; why the matrix
-that writes into the residual stream needs one shows in step 09.
+Each position makes three vectors from its own: a query (what it looks for), a key (how it can be
+found) and a value (what it has to give). Query times key is a score for each pair of positions.
+Softmax turns the scores of one query into shares that sum to 1, and the result at its position is
+the mean of all values by these shares.
+
+Three details. Scores are divided by √D, because a product of two vectors of D random numbers has
+size √D, and for scores that large softmax gives nearly everything to one position. A position must
+not see its future, which it is to guess: those scores become -∞, so their shares are 0. This is
+what "causal" means. And there are H small attentions, called heads, instead of a large one: one set
+of shares is one look at the past, H heads are H different looks at once.
 
     python step_03_build-causal-self-attention.py
 
-It checks the class against scores computed by hand and against torch's nn.MultiheadAttention, forward and backward,
-and proves by gradient that the future has no influence. About 2 seconds.
+draws outputs/step_03.png: the mask, and two heads that look for different things.
+Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H.
 """
 
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,32 +31,23 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import cli, console
+from shared import chapters, cli, console, figures
 from shared.checks import Checks
 from shared.randomness import generator
 
+GPTConfig = chapters.load_build(5).GPTConfig  # the model's sizes by name; step 13 shows the class
 
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of the model. The size of the vocabulary is not here: it comes with the text."""
+# ---------------------------------------------------------------- the idea
 
-    block_size: int = 32  # longest context, in tokens
-    n_layers: int = 2
-    n_heads: int = 4
-    d_model: int = 64  # numbers in the vector of each position
-    bias: bool = True  # biases in attention and MLP, as in GPT-2
 
-    def __post_init__(self):
-        if min(self.block_size, self.n_layers, self.n_heads, self.d_model) < 1:
-            raise ValueError(
-                f"block_size, n_layers, n_heads and d_model must be at least 1, got {self}"
-            )
-        if self.d_model % self.n_heads:
-            raise ValueError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+def attend_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """q, k, v (..., T, D) -> the results (..., T, D) and the shares (..., T, T)."""
+    T, D = q.shape[-2:]
+    scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # row t: what position t asks of everyone
+    may_look = torch.ones(T, T, dtype=torch.bool).tril()  # at itself and at its past
+    scores = scores.masked_fill(~may_look, -math.inf)
+    shares = scores.softmax(-1)
+    return shares @ v, shares
 
 
 class ResidualWriter(nn.Linear):
@@ -84,59 +82,64 @@ class CausalSelfAttention(nn.Module):
         return self.proj(y)
 
 
-def attend_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What F.scaled_dot_product_attention computes, in the five lines that it fuses."""
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T): row t is what t asks of everyone
-    past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~past, -math.inf)
-    weights = scores.softmax(-1)  # each row sums to 1, and is 0 where the score was -inf
-    return weights @ v
+# ---------------------------------------------------------------- look at it
+
+
+def draw_picture() -> Path:
+    """The mask, a head that looks for its own letter, a head that looks one position back.
+
+    Both heads are set by hand, to show what a head can do; 9 makes their scores large.
+    """
+    text = "the cat sat on the mat"
+    T = len(text)
+    letters = F.one_hot(torch.tensor([ord(letter) - ord(" ") for letter in text])).float()
+    places = torch.eye(T)  # row t is the vector of position t
+    _, own_letter = attend_by_hand(9 * letters, 9 * letters, letters)
+    _, one_back = attend_by_hand(9 * places.roll(1, dims=0), 9 * places, letters)
+    pictures = {
+        "who may look at whom": torch.ones(T, T).tril(),
+        "a head: the same letter": own_letter,
+        "another: the letter before": one_back,
+    }
+    figure = figures.new_figure(9, 3.4)
+    for axes, (title, shares) in zip(figure.subplots(1, 3), pictures.items()):
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        axes.set_xticks(range(T), text)
+        axes.set_yticks(range(T), text)
+        figures.label(axes, title, x="looked at")
+    return figures.save(figure, __file__)
 
 
 def main() -> int:
-    checks = Checks()
-    B, T, cfg = 2, 7, GPTConfig(block_size=9, n_heads=3, d_model=15)
+    draw_picture()
+    console.say("Drawn to outputs/step_03.png. A row is a position; its dark cells are where it")
+    console.say("looks. Nothing is above the diagonal: no position looks at its future.")
+
     noise = generator(1, "step 03")
+    cfg = GPTConfig(block_size=9, n_heads=3, d_model=15)
     attn = CausalSelfAttention(cfg).double()
     for p in attn.parameters():
         nn.init.normal_(p, std=0.5, generator=noise)
-    x, upstream = (torch.randn(B, T, 15, dtype=torch.float64, generator=noise) for _ in range(2))
+    x = torch.randn(2, 7, 15, dtype=torch.float64, generator=noise, requires_grad=True)
 
-    q, k, v = (h.detach().requires_grad_() for h in attn.heads(x))
-    console.say(f"x {tuple(x.shape)} -> q, k, v, each {tuple(q.shape)}: batch, heads, positions, head_dim")
-    shown = attend_by_hand(q, k, torch.eye(T, dtype=torch.float64).expand(B, 3, T, T))[0, 0]
-    console.say("What each position of the first head looks at (rows sum to 1):")
-    for row in shown.tolist():
-        console.say("  " + "  ".join(f"{weight:.2f}" if weight else "  . " for weight in row))
-
-    fused, by_hand = F.scaled_dot_product_attention(q, k, v, is_causal=True), attend_by_hand(q, k, v)
-    cotangent = torch.randn(fused.shape, dtype=torch.float64, generator=noise)
-    ours, theirs = (torch.autograd.grad(y, (q, k, v), cotangent) for y in (by_hand, fused))
-    checks.close("five lines by hand against torch's SDPA", by_hand, fused, 1e-12)
-    for name, mine, reference in zip("qkv", ours, theirs):
-        checks.close(f"  gradient of {name}", mine, reference, 1e-12)
-    checks.close("rows of weights sum to", shown.sum(-1), torch.ones(T), 1e-12)
-
-    torch_attn = nn.MultiheadAttention(15, 3, batch_first=True, dtype=torch.float64)
-    torch_attn.in_proj_weight, torch_attn.in_proj_bias = attn.qkv.weight, attn.qkv.bias
-    torch_attn.out_proj.weight, torch_attn.out_proj.bias = attn.proj.weight, attn.proj.bias
-    x.requires_grad_()
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    y, reference = attn(x), torch_attn(x, x, x, attn_mask=future, need_weights=False)[0]
-    checks.close("the class against nn.MultiheadAttention", y, reference, 1e-12)
-    parameters = (x, *attn.parameters())
-    ours, theirs = (torch.autograd.grad(out, parameters, upstream) for out in (y, reference))
-    for name, mine, reference in zip(["x", *(name for name, _ in attn.named_parameters())], ours, theirs):
-        checks.close(f"  gradient of {name}", mine, reference, 1e-12)
-
-    reach = torch.autograd.functional.jacobian(lambda x: attn(x)[0].sum(-1), x)[:, 0].norm(dim=-1)  # (T, T)
-    checks.equal("gradient of position t by what stands later", reach.triu(1), torch.zeros(T, T))
-    checks.equal("positions that every t does depend on", (reach > 0).sum(-1), torch.arange(1, T + 1))
-    alone, value = attn(x[:, :1]), attn.heads(x[:, :1])[2].transpose(1, 2).flatten(2)
-    checks.close("one token alone gets its own value", alone, attn.proj(value), 1e-12)
-    checks.raises(
-        "heads that don't divide the width", ValueError, ["15", "4"], lambda: GPTConfig(d_model=15, n_heads=4)
-    )
+    checks = Checks()
+    q, k, v = attn.heads(x)
+    by_hand, shares = attend_by_hand(q, k, v)
+    fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    checks.close("by hand, and torch's call", by_hand, fused, 1e-12)
+    checks.close("the shares of a row, summed", shares.sum(-1), torch.ones(2, 3, 7), 1e-12)
+    torchs = nn.MultiheadAttention(15, 3, batch_first=True, dtype=torch.float64)
+    torchs.in_proj_weight = attn.qkv.weight
+    torchs.in_proj_bias = attn.qkv.bias
+    torchs.out_proj = attn.proj
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)  # here True means: must not look
+    reference, _ = torchs(x, x, x, attn_mask=hidden)
+    checks.close("nn.MultiheadAttention", attn(x), reference, 1e-12)
+    (ours,) = torch.autograd.grad(attn(x).square().sum(), x)
+    (theirs,) = torch.autograd.grad(reference.square().sum(), x)
+    checks.close("  its gradient of x", ours, theirs, 1e-11)
+    (reach,) = torch.autograd.grad(attn(x)[:, 3].sum(), x)
+    checks.equal("position 3 by later ones", reach[:, 4:], torch.zeros(2, 3, 15))
     return checks.report()
 
 

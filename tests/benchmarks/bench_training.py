@@ -1,103 +1,125 @@
-"""How fast the main job trains, as ratios measured side by side in one run.
-
-    python tests/benchmarks/bench_training.py       about three minutes on two idle cores
-
-1. The training phase of a default --tiny (twelve runs, the workers' start included) against the same twelve runs
-   in the naive form: at most 0.55 times as long.
-2. One LayerNorm+GELU training step against nanoGPT's design at the same shape, in CPU time on one thread: at most 1.
-
-Exit status 1 if a bound is broken.
-"""
+"""How fast the main job trains: against a first draft, a known design, and the bare products."""
 
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import baselines
+import torch
+import torch.nn.functional as F
+from ratios import Ratio, in_turns
 
-from shared import chapters, cli, comparison, console, data, training
-from shared.kernels import fastest_float32
+from shared import chapters, data, training
 
-SEEDS, STEPS, ROUNDS = [1, 2, 3], 200, 2
-
-
-def main() -> int:
-    if sys.argv[1:] == ["naive"]:
-        print(naive_phase(data.load_corpus("docs", "char", 32)))
-        return 0
-    corpus = data.load_corpus("docs", "char", 32)
-    ours, naive = [], []
-    for _ in range(ROUNDS):  # taken in turns, so that a slow minute of the machine hits both
-        ours.append(our_phase(corpus))
-        child = subprocess.run([sys.executable, __file__, "naive"], capture_output=True, text=True, check=True)
-        naive.append(float(child.stdout))
-    our_step, nano_step = step_times(corpus)
-    rows, broken = [], 0
-    for what, mine, theirs, bound in (
-        ("training phase of --tiny, against the naive form", min(ours), min(naive), 0.55),
-        ("one training step, against nanoGPT's design", our_step, nano_step, 1.0),
-    ):
-        ratio = mine / theirs
-        broken += ratio > bound
-        cells = [f"{ratio:.2f}", f"{bound:.2f}", "ok" if ratio <= bound else "TOO SLOW"]
-        rows.append([what, f"{mine:.4g} s", f"{theirs:.4g} s", *cells])
-    console.say(console.Table(["what", "ours", "theirs", "ratio", "at most", "verdict"], rows))
-    console.say(f"\nrounds of the training phase, seconds: ours {ours}, naive {naive}")
-    return 1 if broken else 0
+BUILD = chapters.chapter_folder(7) / "build.py"
+SEEDS = (1, 2)
+STEPS = 200
+JOB_ROUNDS = 2
+ROUNDS = 12
+STEPS_A_ROUND = 20
 
 
-def our_phase(corpus: data.Corpus) -> float:
-    """Seconds for the twelve runs as build.py --tiny makes them."""
-    build = chapters.load_build(7)
-    preset = build.PRESETS["tiny"]
-    variants = {name: asdict(replace(preset.model, **changes)) for name, changes in build.VARIANTS.items()}
+def ratios() -> list[Ratio]:
+    corpus = data.load_corpus("docs", "char", baselines.BLOCK)
+    naive, start_up = job_ratios()
+    nano = against_nanogpt(corpus)
+    plain = against_products(corpus, "layernorm", "gelu")
+    modern = against_products(corpus, "rmsnorm", "swiglu")
+    return [naive, start_up, nano, plain, modern]
+
+
+# ---------------------------------------------------------------- the whole job
+
+
+def job_ratios() -> tuple[Ratio, Ratio]:
+    """The command of eight runs against the same eight in the naive form, and its start-up."""
+    against_naive = []
+    start_up = []
+    for _ in range(JOB_ROUNDS):
+        ours = job_seconds("--steps", str(STEPS))
+        theirs = naive_seconds()
+        against_naive.append(ours / theirs)
+        start_up.append(job_seconds("--steps", "1") / ours)
+    return (
+        Ratio("eight runs of make tiny / in the naive form", against_naive, at_most=0.6),
+        Ratio("the same with one step / with 200: all that isn't training", start_up),
+    )
+
+
+def job_seconds(*flags: str) -> float:
+    """Wall-clock seconds of build.py, from the command to its last line."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        command = [sys.executable, str(BUILD), "--seeds", str(len(SEEDS)), "--output-dir", folder]
+        subprocess.run([*command, *flags], check=True, capture_output=True)
+        return time.perf_counter() - started
+
+
+def naive_seconds() -> float:
+    """Seconds for the same runs, one after the other, with torch's default threads."""
     started = time.perf_counter()
-    results = list(comparison.run_all(build.FourWay, variants, corpus, preset.training, SEEDS, cli.usable_cores()))
-    seconds = time.perf_counter() - started
-    assert len(results) == 12 and all(r.history for r in results)
-    return seconds
-
-
-def naive_phase(corpus: data.Corpus) -> float:
-    """Seconds for the twelve runs in the naive form; in a process of its own, with torch's default threads."""
-    started = time.perf_counter()
-    for seed in SEEDS:
-        for rmsnorm in (False, True):
-            for swiglu in (False, True):
-                baselines.naive_run(corpus.train, corpus.validation, corpus.vocab_size, rmsnorm, swiglu, seed, STEPS)
+    subprocess.run([sys.executable, __file__], check=True, capture_output=True)
     return time.perf_counter() - started
 
 
-def step_times(corpus: data.Corpus, chunks: int = 12, steps: int = 40) -> tuple[float, float]:
-    """CPU seconds of a training step on one thread, ours and nanoGPT's: the best of `chunks` turns each."""
-    torch.set_num_threads(1)
+def naive_job() -> None:
+    corpus = data.load_corpus("docs", "char", baselines.BLOCK)
+    for seed in SEEDS:
+        for rmsnorm in (False, True):
+            for swiglu in (False, True):
+                parts = (corpus.train, corpus.validation, corpus.vocab_size)
+                baselines.naive_run(*parts, rmsnorm, swiglu, seed, STEPS)
+
+
+# ---------------------------------------------------------------- one step
+
+
+def our_steps(corpus: data.Corpus, norm_type: str, mlp_type: str):
+    """A function that trains a fresh model for STEPS_A_ROUND steps, as the job does."""
     build = chapters.load_build(7)
-    settings = training.TrainingSettings(steps=steps)
+    config = build.ModernConfig(norm_type=norm_type, mlp_type=mlp_type)
+    settings = training.TrainingSettings(steps=STEPS_A_ROUND)
+    short = data.Corpus("", "", 0, corpus.tokenizer, corpus.train, corpus.validation[:33])
+    model = build.ModernGPT(config, corpus.vocab_size)
+    return lambda: training.train(model, short, settings, seed=1)
+
+
+def against_nanogpt(corpus: data.Corpus) -> Ratio:
     nano = baselines.NanoTrainer(corpus.train, corpus.vocab_size)
-    for _ in range(10):
-        nano.step()
-    config = build.ModernConfig(norm_type="layernorm", mlp_type="gelu")
-    nothing_to_validate = data.Corpus("", "", 0, corpus.tokenizer, corpus.train, corpus.validation[:33])
-    ours, theirs = [], []
-    for seed in range(chunks):
-        model = build.ModernGPT(config, corpus.vocab_size)
-        with fastest_float32():
-            started = time.process_time()
-            training.train(model, nothing_to_validate, settings, seed)
-            ours.append((time.process_time() - started) / steps)
-        started = time.process_time()
-        for _ in range(steps):
+
+    def theirs() -> None:
+        for _ in range(STEPS_A_ROUND):
             nano.step()
-        theirs.append((time.process_time() - started) / steps)
-    return min(ours), min(theirs)
+
+    rounds = in_turns(our_steps(corpus, "layernorm", "gelu"), theirs, ROUNDS)
+    return Ratio("a step of LayerNorm+GELU / nanoGPT's design", rounds, at_most=1.0)
+
+
+def against_products(corpus: data.Corpus, norm_type: str, mlp_type: str) -> Ratio:
+    """A step over its matrix products alone, which no code can do without."""
+    C = baselines.WIDTH
+    N = baselines.BATCH * baselines.BLOCK
+    widths = [(C, 3 * C), (C, C)]  # attention's two matrices, then the MLP's
+    hidden = 8 * C // 3
+    widths += [(C, 4 * C), (4 * C, C)] if mlp_type == "gelu" else [(C, hidden)] * 2 + [(hidden, C)]
+    layers = [torch.randn(n_out, n_in, requires_grad=True) for n_in, n_out in widths] * 2
+    layers.append(torch.randn(corpus.vocab_size, C, requires_grad=True))
+    inputs = [torch.randn(N, layer.shape[1], requires_grad=True) for layer in layers]
+    upstream = [torch.randn(N, layer.shape[0]) for layer in layers]
+
+    def products() -> None:
+        for _ in range(STEPS_A_ROUND):
+            for x, layer, dy in zip(inputs, layers, upstream):
+                torch.autograd.grad(F.linear(x, layer), (x, layer), dy)
+
+    rounds = in_turns(our_steps(corpus, norm_type, mlp_type), products, ROUNDS)
+    return Ratio(f"a step of {norm_type}+{mlp_type} / its matrix products", rounds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    naive_job()
