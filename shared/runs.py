@@ -173,6 +173,9 @@ class Store:
             if record["source"] != self.source and not any_source:
                 return None
             history = History(**record["history"])
+            losses = [*history.losses, history.validation_loss]
+            if len(losses) != self.plan.training.steps + 1 or not math.isfinite(sum(losses)):
+                raise ValueError
             return Result(run, record["parameters"], history, record["found"], stored=True)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise files.damaged(path, "a stored run") from None

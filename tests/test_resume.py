@@ -1,13 +1,9 @@
 """Runs are files: what is kept, what is trained again, and what becomes of damaged ones."""
 
-import contextlib
-import json
 import math
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,90 +12,22 @@ import torch
 from shared import chapters, files, runs, training
 from shared.console import UserError
 
-SCRIPT = Path(__file__).with_name("small_build.py")
-TEXT = "the cat sat on the mat and the dog sat on the cat. " * 20
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "a text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def small():
-    return chapters.load_file(SCRIPT)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Run jobs in this process: what these tests look at are the files."""
-
-    def run_jobs(function, context, jobs, n_workers, on_report):
-        for job in jobs:
-            report = lambda *content, job=job: on_report(job, *content)
-            yield job, function(context, job, report, 0)
-
-    monkeypatch.setattr(runs, "run_jobs", run_jobs)
-
-
-@pytest.fixture
-def build(here, small, text, tmp_path, capsys):
-    """build(*flags): the small build's main, as (status, what it printed)."""
-
-    def run(*flags, folder="out", module=small):
-        argv = ["--data", str(text), "--output-dir", str(tmp_path / folder), *flags]
-        capsys.readouterr()
-        status = module.main(argv)
-        return status, capsys.readouterr().out
-
-    return run
-
-
-def trained(out):
-    """How many runs a printed log says were trained."""
-    return out.count("ms/step\n") - 1 if "[1/" in out else 0
-
-
-def run_files(folder, ending="json"):
-    return sorted((folder / "runs").glob(f"*.{ending}"))
-
-
-def histories(folder):
-    """By file name, the numbers of every stored run but its times."""
-    found = {}
-    for path in run_files(folder):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        record["history"].pop("ms_per_step")
-        found[path.name] = record["history"], record["found"]
-    return found
-
-
-def alive(pid):
-    """Is the process there, and not only its last words?"""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
-
-
-def children(pid):
-    """The worker processes of a process; torch's and Python's own helpers are none."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
-            line = path.with_name("cmdline").read_bytes()
-            if parent == pid and b"spawn_main" in line:
-                found.append(int(path.parent.name))
-    return found
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
+from crew import (  # noqa: E402, F401: fixtures among them
+    SCRIPT,
+    TEXT,
+    alive,
+    build,
+    children,
+    here,
+    histories,
+    run_files,
+    small,
+    text,
+    trained,
+    until,
+)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
