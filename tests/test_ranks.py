@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -160,3 +162,26 @@ def test_gpus_are_dealt_out_in_turn(monkeypatch):
     devices = [runs.device_of("cuda", worker) for worker in range(4)]
     assert devices == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert runs.device_of("cpu", 3) == "cpu" and runs.device_of("mps", 1) == "mps"
+
+
+def test_the_readmes_commands_name_flags_that_exist():
+    from torch.distributed.run import get_args_parser
+
+    readme = (chapters.PROJECTS.parent / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## Many cores, GPUs and machines\n")[1].split("\n## ")[0]
+    commands = [
+        command
+        for block in re.findall(r"```\w*\n(.*?)```", section, flags=re.DOTALL)
+        for command in re.findall(r"^.*\bbuild\.py.*$", block.replace("\\\n", " "), flags=re.MULTILINE)
+    ]
+    by_torchrun = [command for command in commands if "torchrun" in command]
+    assert len(commands) == 4 and len(by_torchrun) == 3  # one node (and its report), Slurm, SkyPilot
+    for command in commands:
+        before, after = command.split("build.py")
+        cli.parse("", shlex.split(after, comments=True), Path("here"))
+        if command in by_torchrun:
+            words = re.sub(r"\$\([^)]*\)|\$\w+", "1", before.split("torchrun")[1])
+            read = get_args_parser().parse_args([*shlex.split(words), "build.py"])
+            assert read.nproc_per_node == "8" and read.training_script == "build.py"
+    assert "--requeue" in section and "sky jobs launch" in section
+    assert (chapters.PROJECTS / "07_the-details-that-matter" / "build.py").exists()
