@@ -386,6 +386,8 @@ def run(main: Callable[[], int]) -> None:
     except OSError as error:  # a full disk, or a standard output that can't be written to
         console.complain(f"{script}: error: {error}")
         status = 1
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # what comes now ends the process without a word
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     if status in (1, 141):  # what couldn't be written is not tried again when Python ends

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -344,10 +345,36 @@ def world() -> World:
 
 def join_ranks() -> None:
     """Connect the ranks, once. The time-out is long: the slowest rank may train for days."""
-    if world().size > 1 and not dist.is_initialized():
+    here = world()
+    if here.size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         with ranks_needed():
-            dist.init_process_group(backend, timeout=timedelta(days=30))
+            lasting, *_ = next(dist.rendezvous("env://"))
+            dist.init_process_group(
+                backend,
+                store=fresh_store(lasting, here.rank),
+                rank=here.rank,
+                world_size=here.size,
+                timeout=timedelta(days=20),
+            )
+
+
+def fresh_store(lasting: dist.Store, rank: int) -> dist.Store:
+    """A store for the ranks' addresses, which lives in rank 0 and dies with it.
+
+    torchrun's own, the lasting one, outlives a restart (torch 2.13): the new ranks would find the
+    addresses of those that have gone, and wait for them for ever. So it only says where rank 0's
+    is, and what it says is believed if somebody answers there.
+    """
+    host = os.environ["MASTER_ADDR"]
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        lasting.set("port of rank 0", str(store.port))
+        return store
+    while True:
+        port = int(lasting.get("port of rank 0"))
+        with suppress(dist.DistError):
+            return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2))
 
 
 def leave_ranks() -> None:
@@ -523,8 +550,25 @@ def send(connection: Connection, content: Any) -> None:
 def ctrl_c_waits() -> Iterator[None]:
     """A process started within is deaf to Ctrl-C from its first instruction: the parent decides.
 
-    What arrives at the parent meanwhile waits until the end, except on Windows.
+    What arrives at the parent meanwhile is heard at the end.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived = []
+    before = signal.signal(signal.SIGINT, lambda *_: arrived.append("Ctrl-C"))
+    try:
+        with ctrl_c_blocked():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if arrived:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def ctrl_c_blocked() -> Iterator[None]:
+    """Ctrl-C is blocked for this thread, and for the processes that it starts; not on Windows."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -33,6 +33,7 @@ class Bigrams(nn.Module):
     def __init__(self, cfg, vocab_size, seed):
         super().__init__()
         self.cfg = cfg
+        self.seed = seed
         start = torch.randn(vocab_size, vocab_size, generator=generator(seed, "table"))
         self.table = nn.Parameter(start)
         self.register_buffer("steps_seen", torch.zeros(()))
@@ -59,7 +60,7 @@ class Small(runs.Experiment):
     def after_step(self, model, told):
         model.steps_seen += 1
         time.sleep(self.pause)
-        if self.die and model.steps_seen == 12 and os.environ.get("RANK") == "1":
+        if self.die and model.seed == 2 and model.steps_seen == 12 and os.environ["RANK"] == "1":
             try:
                 os.close(os.open(self.die, os.O_CREAT | os.O_EXCL))
             except FileExistsError:

@@ -114,8 +114,15 @@ def test_in_the_first_second_a_signal_ends_a_script_without_a_traceback(number, 
     assert (process.returncode, err) == (-number, "")  # which a shell reports as 130 or 143
 
 
-def test_elsewhere_the_import_of_shared_changes_no_signal():
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_elsewhere_the_import_of_shared_changes_no_signal(tmp_path):
+    code = "import shared, signal; print(signal.getsignal(signal.SIGINT).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=chapters.PROJECTS.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("default_int_handler\n", "")
 
 
 def test_one_more_signal_within_two_seconds_changes_nothing(monkeypatch):
