@@ -16,8 +16,10 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -343,8 +345,11 @@ def world() -> World:
     return World(*(int(os.environ[name]) for name in names[:3]))
 
 
+RANKS_WAIT = timedelta(days=20)  # for the slowest, which may train for days
+
+
 def join_ranks() -> None:
-    """Connect the ranks, once. The time-out is long: the slowest rank may train for days."""
+    """Connect the ranks, once."""
     here = world()
     if here.size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -355,7 +360,7 @@ def join_ranks() -> None:
                 store=fresh_store(lasting, here.rank),
                 rank=here.rank,
                 world_size=here.size,
-                timeout=timedelta(days=20),
+                timeout=RANKS_WAIT,
             )
 
 
@@ -368,13 +373,19 @@ def fresh_store(lasting: dist.Store, rank: int) -> dist.Store:
     """
     host = os.environ["MASTER_ADDR"]
     if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=RANKS_WAIT)
         lasting.set("port of rank 0", str(store.port))
         return store
     while True:
         port = int(lasting.get("port of rank 0"))
-        with suppress(dist.DistError):
-            return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2))
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(minutes=1))
+        except (OSError, dist.DistError):  # an earlier rank 0's, which has gone
+            time.sleep(0.1)
+            continue
+        store.set_timeout(RANKS_WAIT)
+        return store
 
 
 def leave_ranks() -> None:
@@ -428,12 +439,13 @@ def train_on_ranks(
 ) -> Iterator[Result]:
     """Deal the missing runs out over the ranks; rank 0 gathers all results, and keeps them too.
 
-    A single run is trained by all ranks together, if the experiment allows it and every rank
-    gets as many rows of a batch as the others.
+    The only run of a plan is trained by all ranks together, if the experiment allows it and every
+    rank gets as many rows of a batch as the others. The last of several that is missing is not:
+    how far an earlier command came must not be seen in the numbers.
     """
     here = world()
     torch.set_num_threads(1)
-    together = len(missing) == 1 and context.experiment.data_parallel
+    together = context.plan.n_runs == 1 == len(missing) and context.experiment.data_parallel
     if together and context.plan.training.batch_size % here.size == 0:
         mine, share = missing, Share(here.rank, here.size)
     else:
