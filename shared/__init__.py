@@ -1,4 +1,4 @@
-"""What the chapters share: small modules, each with one job. Model code lives in the chapters, never here."""
+"""What the chapters share: small modules, each with one job. Models live in the chapters."""
 
 import signal
 import sys

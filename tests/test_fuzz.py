@@ -105,7 +105,7 @@ def test_char_round_trip(corpus, text):
 
 
 @few
-@given(st.one_of(st.binary(max_size=300), TEXT.map(lambda text: text.encode("utf-8"))), st.integers(1, 9))
+@given(st.binary(max_size=300) | TEXT.map(lambda text: text.encode("utf-8")), st.integers(1, 9))
 def test_a_file_as_corpus(tmp_path, content, block_size):
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -142,7 +142,8 @@ def kept(tmp_path_factory):
     return store, run, store.path(run).read_bytes(), store.path(run, "pt").read_bytes()
 
 
-DAMAGE = st.tuples(st.sampled_from(["cut", "flip", "insert"]), st.integers(0, 10**6), st.binary(max_size=4))
+KINDS = st.sampled_from(["cut", "flip", "insert"])
+DAMAGE = st.tuples(KINDS, st.integers(0, 10**6), st.binary(max_size=4))
 
 
 def damaged(content, damage):
@@ -156,11 +157,16 @@ def damaged(content, damage):
     return content[:at] + more + content[at:]
 
 
+WORD = st.text(max_size=5)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | WORD,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORD, inner, max_size=3),
     max_leaves=6,
 )
+
+
+OF_A_RUN = ["settings", "history", "parameters", "found", "source", "sha256"]
+OF_A_CHECKPOINT = ["model", "optimizer", "scaler", "batches", "history", "milliseconds"]
 
 
 def read_run(store, run, content):
@@ -179,7 +185,7 @@ def test_a_damaged_run(kept, damage):
 
 
 @few
-@given(JSON, st.sampled_from([None, "settings", "history", "parameters", "found", "source", "sha256"]))
+@given(JSON, st.sampled_from([None, *OF_A_RUN]))
 def test_a_run_with_another_value(kept, value, field):
     store, run, whole, _ = kept
     record = json.loads(whole)
@@ -190,7 +196,8 @@ def test_a_run_with_another_value(kept, value, field):
     if field in ("history", "settings", "source"):  # somebody who knows about the checksum
         record.pop("sha256")
         record["sha256"] = runs.sha256_of(record)
-    assert read_run(store, run, json.dumps(record).encode("utf-8")) is None or record == json.loads(whole)
+    found = read_run(store, run, json.dumps(record).encode("utf-8"))
+    assert found is None or record == json.loads(whole)
 
 
 @few
@@ -208,7 +215,7 @@ def test_a_damaged_model(kept, damage):
 
 
 @few
-@given(JSON, st.sampled_from(["model", "optimizer", "scaler", "batches", "history", "milliseconds"]))
+@given(JSON, st.sampled_from(OF_A_CHECKPOINT))
 def test_a_checkpoint_with_another_value(kept, value, field):
     store, run, _, _ = kept
     path = store.unfinished(run)

@@ -56,7 +56,8 @@ def test_a_killed_parent_leaves_no_worker_and_the_run_goes_on_to_the_same_bits(
     resumed_from = []
     experiment = small.Small(0.01, 0.0)
     plan = small.plan_of([*flags, "--output-dir", str(out)])
-    for _ in runs.train_missing(plan, experiment, [], lambda run, done, *_: resumed_from.append(done)):
+    report = lambda run, done, *_: resumed_from.append(done)  # noqa: E731
+    for _ in runs.train_missing(plan, experiment, [], report):
         break  # the first variant alone: the other never began
     first = len(kept["history"]["losses"])
     assert resumed_from[0] > first
@@ -155,7 +156,9 @@ def test_a_damaged_or_foreign_run_is_named_and_fresh_trains_it(build, tmp_path):
     assert trained(build("--seeds", "1")[1]) == 0
 
 
-def test_a_damaged_or_foreign_checkpoint_is_named_and_fresh_starts_over(build, small, tmp_path, monkeypatch):
+def test_a_damaged_or_foreign_checkpoint_is_named_and_fresh_starts_over(
+    build, small, tmp_path, monkeypatch
+):
     stop = RuntimeError("stopped by the test")
 
     def stopping(self, model, told):
