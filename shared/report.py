@@ -53,14 +53,12 @@ def carry_out(
     runs.join_ranks()
     if runs.world().rank > 0:
         console.silence()
-    try:
-        with held_by_rank_0(plan):
-            results = read_and_train(experiment, plan)
-            if runs.world().rank > 0:
-                return 0
-            return say_and_draw(experiment, plan, results, summarize, draw, expected_folder)
-    finally:
+    with held_by_rank_0(plan):
+        results = read_and_train(experiment, plan)
         runs.leave_ranks()
+        if runs.world().rank > 0:
+            return 0
+        return say_and_draw(experiment, plan, results, summarize, draw, expected_folder)
 
 
 def held_by_rank_0(plan: Plan) -> contextlib.AbstractContextManager:
