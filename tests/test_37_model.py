@@ -63,7 +63,8 @@ def second_implementation(path, idx: torch.Tensor) -> torch.Tensor:
         return torch.cat((turned.real, turned.imag), dim=1)
 
     future = torch.ones(T, T).triu(1).bool()
-    x = weight("token_embd.weight")[idx]
+    embedding = weight("token_embd.weight")  # and the head
+    x = embedding[idx]
     for i in range(layers):
         h = normed(x, f"blk.{i}.attn_norm.weight")
         q, k, v = (h @ weight(f"blk.{i}.attn_{name}.weight").T for name in "qkv")
@@ -81,7 +82,7 @@ def second_implementation(path, idx: torch.Tensor) -> torch.Tensor:
             + (gate / (1 + (-gate).exp()) * (h @ weight(f"blk.{i}.ffn_up.weight").T))
             @ weight(f"blk.{i}.ffn_down.weight").T
         )
-    return normed(x, "output_norm.weight") @ weight("token_embd.weight").T
+    return normed(x, "output_norm.weight") @ embedding.T
 
 
 def test_the_logits_are_those_of_a_second_implementation(real, loaded, text):
@@ -279,7 +280,9 @@ def test_the_whole_command(real, use_loaded, monkeypatch, tmp_path, capsys):
     """Its path with less text, and what it leaves behind."""
     monkeypatch.setattr(real, "N_EVALUATED", 64)
     monkeypatch.setattr(real, "CONTEXTS", (16, 128, 9000))
-    (tmp_path / "text.txt").write_text("Details matter. " * 60, encoding="utf-8")
+    speed = real.speed
+    monkeypatch.setattr(real, "speed", lambda model, ids: speed(model, ids, n_new=4))
+    (tmp_path / "text.txt").write_text("Details matter. " * 45, encoding="utf-8")
     flags = ["--full", "--device", "cpu", "--tokens", "12", "--data", str(tmp_path / "text.txt")]
     assert real.main([*flags, "--output-dir", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
