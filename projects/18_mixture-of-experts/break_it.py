@@ -83,7 +83,7 @@ class Patient:
         return train(self)
 
     def objective(self, model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
-        """What the build minimises, and the loss that it reports."""
+        """What the build minimises, the loss that it reports, and what the routers did."""
         return self.build.SparseOrDense().training_loss(model, idx, targets)
 
 
@@ -424,9 +424,9 @@ SABOTAGES = (
     ),
     silent(
         "layers-concatenated",
-        old="torch.stack([switch_balance_loss(r.logits, model.cfg.top_k) for r in routings])"
-        ".mean()",
-        new="switch_balance_loss(torch.cat([r.logits for r in routings]), model.cfg.top_k)",
+        old="balance = torch.stack(losses).mean()",
+        new="logits = torch.cat([routing.logits for routing in routings])\n"
+        "balance = switch_balance_loss(logits, model.cfg.top_k)",
         predicts="two layers that collapsed onto opposite halves of their experts score 1, as if "
         "balanced, not 2",
         explains="Expert 3 of layer 1 and expert 3 of layer 2 share a number and nothing else. "
@@ -539,7 +539,8 @@ SABOTAGES = (
     silent(
         "auxiliary-in-the-report",
         old="return cross_entropy + model.cfg.balance_weight * balance, cross_entropy",
-        new="return (cross_entropy + model.cfg.balance_weight * balance,) * 2",
+        new="cross_entropy = cross_entropy + model.cfg.balance_weight * balance\n"
+        "return cross_entropy, cross_entropy",
         predicts="the reported loss is too high by about the loss's weight, 0.03 nats",
         explains="The balance loss is about 1 where the load is even, so 0.03 is added to every "
         "reported number. The sparse model then looks worse than the dense one beside it, which "

@@ -70,29 +70,37 @@ class Patient:
         return self.build.Tokenizer(weights())
 
     @cached_property
-    def model(self) -> nn.Module:
+    def measured(self) -> tuple[torch.Tensor, str]:
+        """The losses and the answer. The model, half a gigabyte, isn't kept."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return self.build.load_model(weights())
+            model = self.build.load_model(weights())
+        return self.read(model), self.write(model)
 
-    @cached_property
+    @property
     def losses(self) -> torch.Tensor:
-        """Nats for each of n_tokens tokens."""
-        ids = self.tokenizer.encode(self.build.evaluation_text())
-        return self.build.token_losses(self.model, torch.tensor(ids[: self.n_tokens + 1]))
+        return self.measured[0]
+
+    @property
+    def answer(self) -> str:
+        return self.measured[1]
 
     @property
     def perplexity(self) -> float:
         """Infinite where a loss is not a number."""
         return self.losses.double().mean().exp().nan_to_num(nan=math.inf).item()
 
-    @cached_property
-    def answer(self) -> str:
+    def read(self, model: nn.Module) -> torch.Tensor:
+        """Nats for each of n_tokens tokens."""
+        ids = self.tokenizer.encode(self.build.evaluation_text())
+        return self.build.token_losses(model, torch.tensor(ids[: self.n_tokens + 1]))
+
+    def write(self, model: nn.Module) -> str:
         """The likeliest ten tokens after the question, with keys and values remembered."""
         ids = self.tokenizer.chat(QUESTION)
         end = self.tokenizer.end
-        with self.build.remembering(self.model, len(ids) + 10):
-            tokens = list(self.build.stream(self.model, ids, 10, end))
+        with self.build.remembering(model, len(ids) + 10):
+            tokens = list(self.build.stream(model, ids, 10, end))
         text = self.tokenizer.encoding.decode([token for token in tokens if token != end])
         return real.conversation.CONTROLS.sub("", " ".join(text.split()))
 
