@@ -162,7 +162,7 @@ def diff(edits: Sequence[Edit]) -> str:
                 signs = "-" * len(old) + "+" * len(new) + " " * len(next_line)
                 place = f"{enclosing(original, i + 1)}line {i + 1}"
                 blocks.append(f"in chapter {chapter:02d}'s build.py, {place}:")
-                blocks += [f"{sign} {line}" for sign, line in zip(signs, block)]
+                blocks += [f"{sign} {line}".rstrip() for sign, line in zip(signs, block)]
     return "\n".join(blocks)
 
 
