@@ -1,4 +1,4 @@
-"""Load another chapter's build.py, or an earlier step, by number: once, and from any working directory.
+"""Load another chapter's build.py, or an earlier step, by number: once, and from any directory.
 
 The files are called `build.py` and `step_02_build-rmsnorm-from-scratch.py` so that they read well
 beside the book; neither name can be written in an `import` statement, so this module does the
@@ -38,7 +38,8 @@ def load_step(chapter: int, step: int) -> ModuleType:
     folder = chapter_folder(chapter)
     found = sorted(folder.glob(f"step_{step:02d}_*.py"))
     if len(found) != 1:
-        raise ValueError(f"chapter {chapter} has {len(found)} files step_{step:02d}_*.py, expected 1")
+        files = f"{len(found)} files step_{step:02d}_*.py"
+        raise ValueError(f"chapter {chapter} has {files}, expected 1")
     return load_file(found[0])
 
 
@@ -66,7 +67,7 @@ def build_file(chapter: int) -> Path:
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """The module in the Python file `path`; the same object every time it is asked for in one process."""
+    """The module in the Python file `path`; in one process the same object every time."""
     global _edited
     outer = _edited
     _edited = None  # a module that is kept must not hold on to edited ones
@@ -118,7 +119,7 @@ class Edit:
     """Old lines of a chapter's build.py and the new ones that take their place.
 
     `old` may be a part of a line, or several lines. The second and later lines of both are written
-    relative to the line in which `old` begins, so an edit needn't say how deep in the file it stands.
+    relative to the line in which `old` begins: an edit needn't say how deep in the file it stands.
     """
 
     chapter: int
@@ -130,8 +131,8 @@ def edited_build(chapter: int, edits: Sequence[Edit]) -> ModuleType:
     """The build of `chapter` with `edits` made in it and in the earlier builds that it stands on.
 
     A fresh module, or with no edits the plain one. The plain modules stay as they are. Tracebacks
-    and inspect.getsource show the edited lines. UserError if an edit's old lines don't occur exactly
-    once, if the chapter doesn't stand on an edited one, or if what comes out can't be loaded.
+    and inspect.getsource show the edited lines. UserError if an edit's old lines don't stand there
+    exactly once, if the chapter doesn't stand on an edited one, or if the result can't be loaded.
     """
     global _edited
     if not edits:
@@ -182,7 +183,7 @@ def indented(text: str, indent: str) -> str:
 
 @dataclass
 class _EditedBuilds:
-    """One load of an edited build: the edited texts, and each build from the first edited one on."""
+    """One load of an edited build: the edited texts, and each build from the first of them on."""
 
     sources: dict[int, str]
     modules: dict[int, ModuleType] = field(default_factory=dict)

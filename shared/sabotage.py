@@ -1,14 +1,14 @@
-"""The frame of break_it.py: damage one mechanism of a healthy model, say first what will happen, then look.
+"""The frame of break_it.py: damage one part of a healthy model, say first what will happen, look.
 
-A chapter defines a Patient, instruments that read it, and sabotages. A Patient is a frozen dataclass
-that can build, train and sample its model. Its field `edits` holds the edits of the build.py that its
-model is made from; a damaged patient is a copy with another value there. What is expensive goes into
-a cached_property: a copy made by dataclasses.replace starts without the original's cached values, so
-nothing measured on one is told of the other.
+A chapter defines a Patient, instruments that read it, and sabotages. A Patient is a frozen
+dataclass that can build, train and sample its model. Its field `edits` holds the edits of the
+build.py that its model is made from; a damaged patient is a copy with other edits. What is
+expensive goes into a cached_property: a copy made by dataclasses.replace starts without the
+original's cached values, so nothing measured on one is told of the other.
 
 A sabotage is an edit of the chapter's build.py. The edited build is what is loaded, and the edit is
-what is printed, so what is shown is what runs. This module reads the flags, runs healthy and broken on
-the same seed and batches, and prints them side by side; or makes a quiz of it.
+what is printed, so what is shown is what runs. This module reads the flags, runs healthy and broken
+on the same seed and batches, and prints them side by side; or makes a quiz of it.
 """
 
 import argparse
@@ -59,15 +59,16 @@ class Sabotage:
 
     name: str  # kebab-case
     edits: tuple[Edit, ...] = ()  # of the build.py of this chapter, or of one that it stands on
-    later: bool = False  # the edits are made when training is over, to the code that the weights meet
-    function: Callable | None = None  # instead of edits, what is no line of a build: shown by its source
+    later: bool = False  # are the edits made when training is over?
+    function: Callable | None = None  # instead of edits, what is no line of a build
     predicts: str  # the symptom, stated before the run
     explains: str  # why it comes, shown after the run
     loud: bool  # would someone who watches nothing but Case.watched be alarmed?
     instrument: str  # the name of the instrument that shows the symptom
     also_trips: tuple[str, ...] = ()  # every further instrument that turns red
     harmless: bool = False  # the prediction is that nothing happens: its instrument stays green
-    sizes: Callable[[Reading, Reading], bool] | None = None  # what `predicts` says about (healthy, broken).number
+    # What `predicts` says about the numbers of the two readings, (healthy, broken).
+    sizes: Callable[[Reading, Reading], bool] | None = None
 
     @property
     def trips(self) -> set[str]:
@@ -94,17 +95,17 @@ class Case:
     healthy: Callable[[int], Patient]  # seed -> the healthy patient
     instruments: tuple[Instrument, ...]
     sabotages: tuple[Sabotage, ...]  # the chapter's own first
-    vitals: Callable[[Patient], dict[str, str]]  # for the quiz: {what: value}, such as the loss at some steps
-    sample: Callable[[Patient], str] | None = None  # text that the trained model wrote, or what else it does:
-    does: str = "writes"  # the verb that leads to it, after "the healthy one"
-    watched: str = "the training loss"  # what is all that anybody looks at, when damage counts as loud or silent
+    vitals: Callable[[Patient], dict[str, str]]  # for the quiz: {what: value}, such as the loss
+    sample: Callable[[Patient], str] | None = None  # what the trained model writes, or else does
+    does: str = "writes"  # the verb that leads to the sample, after "the healthy one"
+    watched: str = "the training loss"  # damage that shows there is loud, other damage silent
     premise: str = "from seed {seed}, on the same batches"  # what healthy and broken have in common
     chapter: int | None = None  # whose build.py --edit edits
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A sabotage carried out: every instrument's reading of the healthy and of the damaged model."""
+    """A sabotage carried out: what every instrument reads of the healthy and the damaged model."""
 
     sabotage: Sabotage
     healthy: dict[str, Reading]
@@ -116,8 +117,9 @@ class Outcome:
 
     @property
     def came_true(self) -> bool:
-        """Did its own instrument go from green to red (or stay green, if harmless), by the size predicted?"""
-        before, after = self.healthy[self.sabotage.instrument], self.broken[self.sabotage.instrument]
+        """Did its own instrument turn red (or stay green, if harmless), by the size predicted?"""
+        before = self.healthy[self.sabotage.instrument]
+        after = self.broken[self.sabotage.instrument]
         sized = self.sabotage.sizes is None or self.sabotage.sizes(before, after)
         return before.green and after.green == self.sabotage.harmless and sized
 
@@ -130,13 +132,19 @@ def examine(case: Case, patient: Patient) -> dict[str, Reading]:
 def verdict(outcome: Outcome) -> str:
     """In words: did the prediction come true, and if not, why not."""
     own = outcome.sabotage.instrument
-    before, after = outcome.healthy[own], outcome.broken[own]
+    before = outcome.healthy[own]
+    after = outcome.broken[own]
+    change = f"{own} went from {before.text} to {after.text}"
     if outcome.came_true:
-        return f"As predicted: {own} went from {before.text} to {after.text}."
+        return f"As predicted: {change}."
     if not before.green:
-        return f"The prediction can't be judged: {own} is red on the healthy model already ({before.text})."
-    reason = "which is not the size predicted" if after.green == outcome.sabotage.harmless else light(after)
-    return f"The prediction did NOT come true: {own} went from {before.text} to {after.text}, {reason}."
+        return (
+            f"The prediction can't be judged: {own} is red on the healthy model already "
+            f"({before.text})."
+        )
+    as_light = after.green == outcome.sabotage.harmless
+    reason = "which is not the size predicted" if as_light else light(after)
+    return f"The prediction did NOT come true: {change}, {reason}."
 
 
 def light(reading: Reading) -> str:
@@ -146,23 +154,27 @@ def light(reading: Reading) -> str:
 
 
 def diff(edits: Sequence[Edit]) -> str:
-    """The lines of each build.py that `edits` change, "-" before and "+" after, and where they stand."""
+    """The lines that `edits` change, "-" before and "+" after, and where they stand."""
     blocks = []
     for chapter, source in chapters.edited_sources(edits).items():
         path = chapters.build_file(chapter)
         original = path.read_text(encoding="utf-8")
-        before, after = original.splitlines(), source.splitlines()
-        for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, before, after, False).get_opcodes():
+        before = original.splitlines()
+        after = source.splitlines()
+        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+        for kind, i, i_end, j, j_end in matcher.get_opcodes():
             if kind != "equal":
-                old, new = without_comments(before[i:i_end]), without_comments(after[j:j_end])
+                old = without_comments(before[i:i_end])
+                new = without_comments(after[j:j_end])
                 if old == new:  # it is the comment that was edited
-                    old, new = before[i:i_end], after[j:j_end]
+                    old = before[i:i_end]
+                    new = after[j:j_end]
                 next_line = without_comments(before[i : i + 1]) if kind == "insert" else []
                 block = textwrap.dedent("\n".join([*old, *new, *next_line])).split("\n")
                 signs = "-" * len(old) + "+" * len(new) + " " * len(next_line)
                 place = f"{enclosing(original, i + 1)}line {i + 1}"
                 blocks.append(f"in chapter {chapter:02d}'s build.py, {place}:")
-                blocks += [f"{sign} {line}" for sign, line in zip(signs, block)]
+                blocks += [f"{sign} {line}".rstrip() for sign, line in zip(signs, block)]
     return "\n".join(blocks)
 
 
@@ -172,7 +184,7 @@ def without_comments(code: list[str]) -> list[str]:
 
 
 def enclosing(source: str, line: int) -> str:
-    """The function or class in which a line stands, such as "GPT.embed, "; empty at the top level."""
+    """The function or class that a line stands in, such as "GPT.embed, "; empty in none."""
     names, body = [], ast.parse(source).body
     while body:
         inside = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
@@ -214,13 +226,15 @@ def main(case: Case, description: str, argv: list[str] | None = None) -> int:
 def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     """Read the flags of a break_it.py. UserError for one that can't be followed."""
     parser = cli.OneLineParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="name the sabotages and stop")
-    what.add_argument("--sabotage", metavar="NAME", help="run this one (default: the first of the list)")
+    what.add_argument("--sabotage", metavar="NAME", help="run this one (default: the first)")
     what.add_argument("--all", action="store_true", help="run every one and sum up in a table")
-    what.add_argument("--quiz", action="store_true", help="damage something at random: find out what")
+    what.add_argument("--quiz", action="store_true", help="one at random: find out which")
     what.add_argument(
         "--edit",
         nargs=2,
@@ -228,13 +242,15 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
         help="put NEW in the place of OLD, a piece of build.py that stands there once, and look",
     )
     parser.add_argument("--answer", metavar="NAME", help="your answer to the quiz of --seed")
-    parser.add_argument("--seed", type=cli.natural, metavar="N", help="of weights, batches and the quiz's choice")
-    parser.add_argument("--tiny", action="store_true", help="accepted, and without effect: this is always tiny")
+    seed_help = "of weights, batches and the quiz's choice"
+    parser.add_argument("--seed", type=cli.natural, metavar="N", help=seed_help)
+    tiny_help = "accepted, and without effect: this is always tiny"
+    parser.add_argument("--tiny", action="store_true", help=tiny_help)
     args = parser.parse_args(argv)
     if args.answer is not None and (args.list or args.sabotage or args.all or args.edit):
         raise UserError("--answer belongs to --quiz (see --help)")
     if args.answer is not None and args.seed is None:
-        raise UserError("--answer needs the --seed that the quiz printed, or it can't know which quiz you mean")
+        raise UserError("--answer needs the --seed that the quiz printed: which quiz do you mean?")
     return args
 
 
@@ -245,7 +261,7 @@ def list_all(case: Case) -> int:
     rows = [[s.name, noise(s), s.predicts] for s in case.sabotages]
     console.say(Table(["sabotage", "kind", "predicted symptom"], rows))
     console.say(f"\nloud: {case.watched} gets visibly worse.")
-    console.say(f"silent: not visible in {case.watched}, or only as something better; an instrument tells.")
+    console.say(f"silent: not visible in {case.watched}, or only as something that got better.")
     return 0
 
 
@@ -268,7 +284,7 @@ def run_one(case: Case, sabotage: Sabotage, seed: int) -> int:
 
 
 def run_edit(case: Case, old: str, new: str, seed: int) -> int:
-    """A reader's own edit: what every instrument reads of the healthy model and of the edited one."""
+    """A reader's own edit: every instrument's light on the healthy model and on the edited one."""
     if case.chapter is None:
         raise UserError("--edit is not for this chapter")
     if old == new:
@@ -282,21 +298,27 @@ def run_edit(case: Case, old: str, new: str, seed: int) -> int:
     edited = replace(healthy, edits=edits)
     rows, red, errors = [], [], []
     for instrument in case.instruments:
+        well = instrument.read(healthy).text
         try:
             reading = instrument.read(edited)
-        except Exception as error:
+        except Exception as error:  # whatever the reader's code may do
             errors.append(error)
             reading = Reading(f"fails: {type(error).__name__}", False)
         if not reading.green:
             red.append(instrument.name)
-        well = instrument.read(healthy).text
         rows.append([instrument.name, instrument.asks, well, reading.text, light(reading)])
     console.say(Table(["instrument", "asks", "healthy", "edited", "light"], rows))
+    if not errors:
+        try:
+            show_samples(case, healthy, edited)
+        except Exception as error:
+            errors.append(error)
     if errors:
         console.say(f"\nThe edited model doesn't run: {where(errors[0])}")
+    if red:
+        console.say(f"\n{len(red)} of {len(rows)} lights are red: {', '.join(red)}")
     else:
-        show_samples(case, healthy, edited)
-    console.say(f"\n{len(red)} of {len(rows)} lights are red: {', '.join(red)}" if red else "\nNo light is red.")
+        console.say("\nNo light is red.")
     return 0
 
 
@@ -330,13 +352,14 @@ def run_all(case: Case, seed: int) -> int:
             ]
         )
     console.say()
-    console.say(Table(["sabotage", "kind", "instrument", "healthy", "broken", "trips too", "prediction"], rows))
+    headers = ["sabotage", "kind", "instrument", "healthy", "broken", "trips too", "prediction"]
+    console.say(Table(headers, rows))
     console.say()
     failed = [outcome.sabotage.name for outcome in outcomes if not outcome.came_true]
     if failed:
-        console.say(
-            f"{len(failed)} of {len(rows)} predictions did NOT come true: {', '.join(failed)}", style="bold red"
-        )
+        names = ", ".join(failed)
+        text = f"{len(failed)} of {len(rows)} predictions did NOT come true: {names}"
+        console.say(text, style="bold red")
     else:
         console.say(f"all {len(rows)} predictions came true (seed {seed})", style="bold green")
     return 1 if failed else 0
@@ -353,18 +376,21 @@ def quiz(case: Case, seed: int | None, answer: str | None) -> int:
         premise = case.premise.format(seed=seed)
         console.say(f"Two models {premise}; one was damaged first. What was done to it?")
         console.say()
-        mine, theirs = case.vitals(healthy), case.vitals(broken)
-        console.say(Table(["vital sign", "healthy", "damaged"], [[name, mine[name], theirs[name]] for name in mine]))
+        mine = case.vitals(healthy)
+        theirs = case.vitals(broken)
+        rows = [[name, mine[name], theirs[name]] for name in mine]
+        console.say(Table(["vital sign", "healthy", "damaged"], rows))
         show_samples(case, healthy, broken)
-        console.say(
-            "\nSuspects (--list says what each would do): " + ", ".join(sabotage.name for sabotage in case.sabotages)
-        )
+        suspects = ", ".join(sabotage.name for sabotage in case.sabotages)
+        console.say(f"\nSuspects (--list says what each would do): {suspects}")
         guess = ask(case, broken)
     if guess is None:
-        console.say(f"\nTo answer: python {Path(sys.argv[0]).name} --quiz --seed {seed} --answer NAME")
+        script = Path(sys.argv[0]).name
+        console.say(f"\nTo answer: python {script} --quiz --seed {seed} --answer NAME")
         return 0
     right = guess.name == secret.name
-    console.say(f"\n{'Right: ' if right else 'No. '}it was {secret.name}.", style="bold green" if right else "bold red")
+    said = "Right: it was" if right else "No. it was"
+    console.say(f"\n{said} {secret.name}.", style="bold green" if right else "bold red")
     if not right:
         console.say(f"{guess.name} would have shown this: {guess.predicts}")
     console.say()
@@ -378,7 +404,7 @@ def show_samples(case: Case, healthy: Patient, broken: Patient) -> None:
 
 
 def ask(case: Case, broken: Patient) -> Sabotage | None:
-    """A name typed at a terminal; None without a terminal, or at the end of input. "?" shows the instruments."""
+    """A name typed at a terminal; None without one, or at the end of input; "?" shows lights."""
     while sys.stdin.isatty() and sys.stdout.isatty():
         try:
             typed = input("\nWhich one? (a name, or ? to see every instrument's light) ").strip()
@@ -399,12 +425,14 @@ def outcome_table(case: Case, outcome: Outcome) -> Table:
     """One row per instrument, the sabotage's own first."""
     own = outcome.sabotage.instrument
     rows = []
-    for instrument in sorted(case.instruments, key=lambda i: i.name != own):  # a stable sort: the rest stay in order
+    ordered = sorted(case.instruments, key=lambda i: i.name != own)  # the others keep their order
+    for instrument in ordered:
         name = instrument.name
         state = light(outcome.broken[name])
         if (name in outcome.tripped) != (name in outcome.sabotage.trips):
             state += ", not foreseen"
-        rows.append([name, instrument.asks, outcome.healthy[name].text, outcome.broken[name].text, state])
+        healthy, broken = outcome.healthy[name].text, outcome.broken[name].text
+        rows.append([name, instrument.asks, healthy, broken, state])
     return Table(["instrument", "asks", "healthy", "broken", "light"], rows)
 
 

@@ -79,7 +79,7 @@ def size(model: torch.nn.Module) -> int:
     [
         ("is_causal=True", "is_causal=False", {"training-loss", "generation", "causality"}),
         ("F.gelu(self.fc(x))", 'F.gelu(self.fc(x), approximate="tanh")', set()),
-        ("start /= math.sqrt(2 * model.cfg.n_layers)", "start /= math.sqrt(2)", {"depth", "depth-swiglu"}),
+        ("math.sqrt(2 * model.cfg.n_layers)", "math.sqrt(2)", {"depth", "depth-swiglu"}),
     ],
 )
 def test_edits_of_a_reader_turn_on_the_lights_that_they_should(old, new, red, capsys):

@@ -64,7 +64,7 @@ def test_a_sabotage_is_an_edit_of_a_build_that_changes_it_or_a_function(path):
         assert sabotage.shown(), sabotage.name
         if sabotage.edits:
             assert "\n+ " in sabotage.shown(), sabotage.name
-            chapters.edited_build(case.chapter, sabotage.edits)  # raises where old lines are missing or double
+            chapters.edited_build(case.chapter, sabotage.edits)  # refuses missing or double lines
 
 
 @EACH_CHAPTER
