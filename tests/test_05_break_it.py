@@ -132,9 +132,3 @@ def test_the_table_of_the_readme_is_what_the_instruments_read(healthy, broken):
 def test_the_readme_gives_the_expected_runs_loss():
     results = json.loads((FOLDER / "expected" / "results.json").read_text(encoding="utf-8"))
     assert f"ends at {results['variants'][0]['validation_loss']['mean']:.3f} on text" in README
-
-
-def test_the_readme_names_every_step():
-    steps = [step.stem.removeprefix("step_").replace("_", " ", 1) for step in sorted(FOLDER.glob("step_*.py"))]
-    named = re.findall(r"^\| (\d\d [a-z0-9-]+) \|", README, re.MULTILINE)
-    assert named == steps

@@ -9,15 +9,15 @@ found) and a value (what it has to give). Query times key is a score for each pa
 Softmax turns the scores of one query into shares that sum to 1, and the result at its position is
 the mean of all values by these shares.
 
-Three details. Scores are divided by √D, because a product of two vectors of D random numbers has
-size √D, and for scores that large softmax gives nearly everything to one position. A position must
-not see its future, which it is to guess: those scores become -∞, so their shares are 0. This is
-what "causal" means. And there are H small attentions, called heads, instead of a large one: one set
-of shares is one look at the past, H heads are H different looks at once.
+Three details. Scores are divided by √D: the product of two vectors of D random numbers has size √D,
+and with scores that large softmax would give nearly everything to one position. A position must not
+see its future, which it is to guess: those scores become -∞, so their shares are 0. This is what
+"causal" means. And there are H small attentions, called heads: one set of shares is one look at the
+past, H heads are H different looks at once. A last matrix, proj, mixes what they found.
 
     python step_03_build-causal-self-attention.py
 
-draws outputs/step_03.png: the mask, and two heads that look for different things.
+draws outputs/step_03.png: who may look at whom, and two heads that look for different things.
 Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H.
 """
 
@@ -41,15 +41,19 @@ GPTConfig = chapters.load_build(5).GPTConfig  # the model's sizes by name; step 
 
 
 def attend_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """q, k, v (..., T, D) -> the results (..., T, D) and the shares (..., T, T)."""
+    """q, k, v (..., T, D) -> the results (..., T, D) and the shares (..., T, T).
+
+    torch has this in one call, F.scaled_dot_product_attention, which the class below uses.
+    """
     T, D = q.shape[-2:]
     scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # row t: what position t asks of everyone
-    may_look = torch.ones(T, T, dtype=torch.bool).tril()  # at itself and at its past
+    may_look = torch.ones(T, T, dtype=torch.bool).tril()  # itself and its past
     scores = scores.masked_fill(~may_look, -math.inf)
     shares = scores.softmax(-1)
     return shares @ v, shares
 
 
+# Until step 09, read this as nn.Linear.
 class ResidualWriter(nn.Linear):
     """A Linear whose output is added to the residual stream; init_parameters finds it by class."""
 
@@ -86,10 +90,7 @@ class CausalSelfAttention(nn.Module):
 
 
 def draw_picture() -> Path:
-    """The mask, a head that looks for its own letter, a head that looks one position back.
-
-    Both heads are set by hand, to show what a head can do; 9 makes their scores large.
-    """
+    """The mask, and two heads set by hand to show what a head can do (9: for large scores)."""
     text = "the cat sat on the mat"
     T = len(text)
     letters = F.one_hot(torch.tensor([ord(letter) - ord(" ") for letter in text])).float()
@@ -103,7 +104,7 @@ def draw_picture() -> Path:
     }
     figure = figures.new_figure(9, 3.4)
     for axes, (title, shares) in zip(figure.subplots(1, 3), pictures.items()):
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
         axes.set_xticks(range(T), text)
         axes.set_yticks(range(T), text)
         figures.label(axes, title, x="looked at")
@@ -125,8 +126,8 @@ def main() -> int:
     checks = Checks()
     q, k, v = attn.heads(x)
     by_hand, shares = attend_by_hand(q, k, v)
-    fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    checks.close("by hand, and torch's call", by_hand, fused, 1e-12)
+    one_call = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    checks.close("by hand, and torch's call", by_hand, one_call, 1e-12)
     checks.close("the shares of a row, summed", shares.sum(-1), torch.ones(2, 3, 7), 1e-12)
     torchs = nn.MultiheadAttention(15, 3, batch_first=True, dtype=torch.float64)
     torchs.in_proj_weight = attn.qkv.weight
@@ -139,7 +140,7 @@ def main() -> int:
     (theirs,) = torch.autograd.grad(reference.square().sum(), x)
     checks.close("  its gradient of x", ours, theirs, 1e-11)
     (reach,) = torch.autograd.grad(attn(x)[:, 3].sum(), x)
-    checks.equal("position 3 by later ones", reach[:, 4:], torch.zeros(2, 3, 15))
+    checks.equal("output 3 by later inputs", reach[:, 4:], torch.zeros(2, 3, 15))
     return checks.report()
 
 

@@ -122,7 +122,8 @@ def main() -> int:
     alike_without, _ = measure(BlockWithoutSums)
     draw_picture(alike, alike_without)
     console.say("The stream's likeness to the input (1: the same; 0: nothing in common) after 24")
-    console.say(f"new blocks is {alike[-1]:.2f} with the sums and {abs(alike_without[-1]):.2f} without.")
+    lost = abs(alike_without[-1])
+    console.say(f"new blocks is {alike[-1]:.2f} with the sums and {lost:.2f} without.")
     console.say("Drawn to outputs/step_05.png: without sums, one block is enough to lose it.")
 
     noise = generator(1, "step 05", "checks")

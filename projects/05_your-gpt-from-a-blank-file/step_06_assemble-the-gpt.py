@@ -3,9 +3,9 @@
 Step 05 built a block. The whole model is a stack of blocks with something before and after it.
 
 Before: an embedding, which is a table with one vector for each token of the vocabulary, and a
-second table with one vector for each position. Attention alone can't tell first from last; the
-second table is how the model knows where a token stands. The sum of both vectors is the start of
-the residual stream.
+second table with one vector for each position. To attention alone the past is a bag of tokens in no
+order; from the second table the model knows where a token stands. The sum of both vectors is the
+start of the residual stream.
 
 After: a last norm, and the head. The head has one row for each token of the vocabulary, and row
 times stream is that token's score, called its logit. Softmax makes probabilities of the logits: the

@@ -9,7 +9,7 @@ no reason, and training must first undo that. So weights start small. How small?
    logit is a random number z of variance d·σ².
 3. The loss is log Σ e^z minus the target's logit. The target's logit is 0 on average, and the mean
    of e^z is e^(variance/2) for normally distributed z.
-4. So the first loss is ln V + d·σ²/2.
+4. So Σ e^z is about V · e^(d·σ²/2), and the first loss is ln V + d·σ²/2.
 
 GPT-2 takes σ = 0.02 for every matrix; biases start at 0, the weights of norms at 1. For this
 chapter's model, d = 64 and V = 95, that is 4.55 + 0.01. PyTorch starts embeddings at σ = 1

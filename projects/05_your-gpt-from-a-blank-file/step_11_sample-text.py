@@ -9,7 +9,7 @@ Above 1 it makes all tokens more alike, and the text wild. top_k keeps the k lik
 never draws another, so that no single bad draw spoils the text.
 
 What does a model learn first? The picture shows it: before training it writes any character; after
-30 steps spaces and frequent letters, after 300 steps words and the look of documentation.
+30 steps spaces and frequent letters, after 300 steps short words and pieces of longer ones.
 
     python step_11_sample-text.py
 
@@ -123,7 +123,7 @@ def main() -> int:
     for steps in MOMENTS:
         model = step_10.fresh_model(corpus, seed=1)
         losses = step_10.train_by_hand(model, corpus, steps, seed=1)
-        samples.append(write(model, corpus, 44, temperature=0.8))
+        samples.append(write(model, corpus, 44, temperature=0.5))
     draw_picture(losses, samples)
     for steps, sample in zip(MOMENTS, samples):
         console.say(f"after {steps:3} steps:     {sample}")

@@ -1,17 +1,17 @@
 """Step 13: choose the sizes.
 
-Five numbers fix the model of this chapter; GPTConfig holds them. Which of them makes a model large?
-Count the numbers in each part, for width C, L layers, a vocabulary of V tokens and a longest
-context of T tokens:
+Four numbers and a yes or no (are there biases?) fix the model of this chapter, in GPTConfig. Which
+of them makes a model large? Count the numbers in each part, for width C, L layers, a vocabulary of
+V tokens and a longest context of T tokens:
 
 - attention: four matrices' worth of C·C, and 4C biases;
 - MLP: two matrices of C·4C, and 5C biases;
 - two norms in a layer, one at the end: 2C each;
 - tables of tokens and of positions: V·C and T·C.
 
-A layer is 12C² + 13C in all. So twice the layers is twice the numbers, and twice the width is four
-times; the vocabulary weighs in small models. The number of heads changes nothing: it only says in
-how many parts attention's C numbers are cut, and must divide C.
+A layer is 12C² + 13C in all. So twice the layers makes the blocks twice as large, and twice the
+width four times. A large vocabulary weighs most in a small model. The number of heads changes
+nothing: it only says into how many parts attention's C numbers are cut, and must divide C.
 
     python step_13_choose-the-sizes.py
 

@@ -2,13 +2,12 @@
 
 Step 10 left the moving of parameters to AdamW (Loshchilov & Hutter 2019). The simplest optimizer
 moves each parameter by its gradient times a learning rate. But gradients differ in size by factors
-of a thousand, between layers and over time: a rate that suits one is too fast or too slow for
-another.
+of a thousand, between layers and over time: a rate that suits one doesn't suit another.
 
 AdamW keeps two running means for each parameter: m of its gradient, v of the gradient's square. It
 moves by m/√v. If the gradient keeps its sign, that is about 1, whatever its size; if it swings to
-and fro, m cancels out and the move is small. So the learning rate is how far a parameter moves in a
-step, at most, and one rate suits all.
+and fro, m cancels out and the move is small. So the learning rate is about the most that a
+parameter moves in a step, and one rate suits all.
 
 Both means start at 0 and would be too small at first; dividing by 1 - β^t mends that. The W is
 weight decay: besides, each step pulls every parameter a little towards 0.
