@@ -92,7 +92,7 @@ def main() -> int:
     say(Table(headers, rows))
     draw_picture(stream, by_chance)
     say("\nLook at the largest: it jumps after layer 12, and stays in one place, token 0,")
-    say("channel 507. After layers 3 to 9 some other tokens hold about 700 in that channel.")
+    say("channel 507. After layers 3 to 9 some other tokens hold 700 in that channel.")
     say("Drawn: outputs/step_07.png")
 
     checks = Checks()

@@ -94,12 +94,12 @@ def main() -> int:
     checks = Checks()
     unpacked = unpack_q4_1(packed).view(1536, 576)
     checks.equal("a matrix, by gguf", unpacked, file.read(name))
-    checks.equal("its bytes: 5 bits a weight", len(packed), 1536 * 576 * 5 // 8)
+    checks.equal("bytes: 5 bits a weight", len(packed), 1536 * 576 * 5 // 8)
     levels = len(block.unique())
-    checks.between("different weights in it", levels, 2, 16)
+    checks.between("different weights", levels, 2, 16)
     step = (exact.max() - exact.min()).item() / 15
     worst = (ours - exact).abs().max().item() / step
-    checks.between("largest rounding", worst, 0, 0.51)
+    checks.between("worst rounding", worst, 0, 0.51)
     return checks.report()
 
 
