@@ -36,8 +36,8 @@ LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what an
 ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
 # A test that asks for one of these is slow: it starts processes or trains.
 SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined"}
-# Tests of a model of half a gigabyte: one worker runs them all, and loads it once.
 REAL_MODEL = re.compile(r"test_37_model|\[37[-_]")
+BREAK_IT = re.compile(r"test_(\d\d)_break_it|test_break_it.*\[(\d\d)[-_]")
 
 
 # ---------------------------------------------------------------- workers
@@ -50,14 +50,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if alone else 2
 
 
+def group_of(nodeid: str) -> str | None:
+    """The name of what stays in one worker, since its tests have models in common: the real one of
+    chapter 37, half a gigabyte, and the healthy ones that each break_it.py trains."""
+    if REAL_MODEL.search(nodeid):
+        return "the real model"
+    if found := BREAK_IT.search(nodeid):
+        return f"break_it {found[1] or found[2]}"
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow; between two workers it comes first, so that both end at the same time."""
     for item in items:
         if SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker("slow")
-        if REAL_MODEL.search(item.nodeid):
-            item.add_marker(pytest.mark.xdist_group("the real model"))
+        if group := group_of(item.nodeid):
+            item.add_marker(pytest.mark.xdist_group(group))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
