@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+from shared import console
 from shared.console import UserError
 
 PROJECTS = Path(__file__).resolve().parent.parent / "projects"
@@ -42,9 +43,18 @@ def load_step(chapter: int, step: int) -> ModuleType:
 
 
 def chapter_folder(chapter: int) -> Path:
-    """The folder `projects/NN_...` of `chapter`. ValueError if there is none."""
-    found = sorted(PROJECTS.glob(f"{chapter:02d}_*"))
-    if len(found) != 1:
+    """The folder `projects/NN_...` of `chapter`. ValueError if there is none.
+
+    Of two, as a copy by a file manager makes them, neither is taken: a line names them, and the
+    script ends. That happens while it imports, where nobody could catch an error of ours.
+    """
+    found = sorted(path.parent for path in PROJECTS.glob(f"{chapter:02d}_*/build.py"))
+    if len(found) > 1:
+        names = " and ".join(repr(folder.name) for folder in found)
+        remedy = f"move one out of {PROJECTS}"
+        console.complain(f"error: chapter {chapter} stands twice: {names}; {remedy}")
+        raise SystemExit(2)
+    if not found:
         have = ", ".join(folder.name[:2] for folder in sorted(PROJECTS.glob("[0-9][0-9]_*")))
         raise ValueError(f"there is no chapter {chapter}; chapters here: {have}")
     return found[0]

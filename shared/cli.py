@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import time
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -366,8 +367,8 @@ def run(main: Callable[[], int]) -> None:
     """
     console.tolerate_narrow_encodings()
     script = Path(sys.argv[0]).name
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     try:
         status = main()
         sys.stdout.flush()
@@ -393,5 +394,13 @@ def run(main: Callable[[], int]) -> None:
     sys.exit(status)
 
 
-def end(*_: object) -> None:
-    raise Ended
+PATIENCE = 2.0  # seconds in which one more signal changes nothing: GNU timeout sends each twice
+last_signal = -math.inf
+
+
+def end(number: int, frame: object) -> None:
+    """What a signal does: an exception on its way up stops the workers."""
+    global last_signal
+    before, last_signal = last_signal, time.monotonic()
+    if last_signal - before > PATIENCE:
+        raise KeyboardInterrupt if number == signal.SIGINT else Ended

@@ -138,7 +138,7 @@ class RunProgress:
     display is possible, plain lines. Use as a context manager: the cursor comes back.
     """
 
-    def __init__(self, n_runs: int, n_steps: int):
+    def __init__(self, n_runs: int, n_steps: int = 1):
         self.n_runs = n_runs
         self.n_steps = n_steps  # of each run
         self.n_finished = 0

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import importlib.util
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ def texts_at(path: Path) -> list[str]:
         raise UserError(f"--data {path}: there is no such file or folder") from None
     except OSError as error:
         refuse(error)
+    except ValueError:  # a NUL in the name
+        raise UserError(f"--data {path!r} can't be the name of a file") from None
     if stat.S_ISREG(kind):
         return [read_text(path)]
     if not stat.S_ISDIR(kind):
@@ -131,17 +134,33 @@ class BytePairTokenizer:
         self.vocab_size = -(-encoding.n_vocab // 64) * 64
 
     def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)
+        return next(self.encode_all([text]))
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
-        return iter(self.encoding.encode_ordinary_batch(texts))
+        pieces = [pieces_of(text) for text in texts]
+        encoded = iter(self.encoding.encode_ordinary_batch([p for text in pieces for p in text]))
+        for text in pieces:
+            yield [i for _ in text for i in next(encoded)]
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode([i for i in ids if i < self.encoding.n_vocab])  # padding says nothing
 
 
+LONGEST_BLANK = 10_000
+
+
+def pieces_of(text: str) -> list[str]:
+    """The text, cut only where white space goes on for very long.
+
+    tiktoken's regular expression overflows its stack at some hundred thousand blanks in a row.
+    """
+    blanks = re.finditer(rf"(?<!\s)\s{{{LONGEST_BLANK},}}", text)
+    cuts = [at for run in blanks for at in range(run.start(), run.end(), LONGEST_BLANK)]
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
 def bpe4k_encoding() -> tiktoken.Encoding:
-    """The 4,096-entry vocabulary of shared/bpe4k.tiktoken, learned from torch's source by train_bpe.py."""
+    """The 4,096 tokens of shared/bpe4k.tiktoken, learned from torch's source by chapter 05, step 12."""
     lines = BPE4K_FILE.read_text(encoding="ascii").splitlines()
     # Read here and not by tiktoken.load, which would keep a copy under the temporary folder and prefer it.
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}

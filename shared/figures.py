@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,11 +159,7 @@ def shares(panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x:
     for axes_column, (name, column) in zip(grid.T, panels.items()):
         axes_column[0].set_title(name, fontsize=10)
         for axes, (label, xs, parts) in zip(axes_column, column):
-            bands = list(zip(*parts, strict=True))
-            colours = [COLOURS[i % (len(COLOURS) - 1)] for i in range(len(bands))]  # without the black
-            axes.stackplot(xs, bands, colors=colours, edgecolor="white", linewidth=0.5)
-            axes.margins(0)
-            axes.spines[["top", "right"]].set_visible(False)
+            bands(axes, xs, parts)
             if axes in grid[:, 0]:
                 axes.set_ylabel(f"{label}: {y}", fontsize=9)
     figure.supxlabel(x, fontsize=10)
@@ -178,3 +175,14 @@ def label(axes, title: str, x: str = "", y: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
+
+
+# Eight colours, so that each of eight experts has its own.
+EIGHT = (*COLOURS[:6], "#F0E442", "#999999")
+
+
+def bands(axes, xs: Sequence[float], parts: list[list[float]]) -> None:
+    """Draw the parts of 1 at each x, one above the other: a band for each, in a colour of its own."""
+    axes.stackplot(xs, list(zip(*parts)), colors=EIGHT, linewidth=0)
+    axes.margins(0)
+    axes.spines[["top", "right"]].set_visible(False)

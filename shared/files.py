@@ -1,6 +1,7 @@
 """Files that a run leaves behind: written whole or not at all; and a folder that one run holds."""
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -33,7 +34,10 @@ def held(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w", encoding="utf-8") as file:
         try:
             lock(file.fileno())
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                yield  # a file system that knows no locks
+                return
             raise UserError(
                 f"another run is writing to {folder}; wait for it, or name another --output-dir"
             ) from None
@@ -63,6 +67,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # a full disk says so here at the latest, not after the rename
         os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner may read
         os.replace(temporary, path)
     except BaseException as error:

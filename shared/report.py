@@ -79,8 +79,8 @@ def read_and_train(experiment: Experiment, plan: Plan) -> list[Result]:
     if plan.options.fresh:
         runs.Store(plan, experiment).forget()
     results = runs.stored(plan, experiment, any_source=plan.options.report)
-    results = runs.from_rank_0(results)
     outdated = len(runs.stored(plan, experiment, any_source=True)) - len(results)
+    results = runs.known_to_all(plan, experiment, results)
     missing = plan.n_runs - len(results)
     if plan.options.report:
         if not results:
@@ -114,6 +114,10 @@ def refuse_impossible_models(experiment: Experiment, plan: Plan) -> None:
             experiment.build_model(config, plan.corpus.vocab_size, plan.seeds[0])
         except ValueError as error:
             raise UserError(f"--set: {error}") from None
+        except (MemoryError, RuntimeError) as error:
+            if not runs.is_lack_of_memory(error):
+                raise
+            raise UserError("--set: there is not enough memory for such a model") from None
 
 
 def train_all(experiment: Experiment, plan: Plan, results: list[Result]) -> None:
@@ -134,10 +138,11 @@ def train_all(experiment: Experiment, plan: Plan, results: list[Result]) -> None
                     progress.show(comparison_table(plan, in_order(plan, results)))
         except BaseException:
             finished = sum(r.history is not None for r in results)
-            progress.say(
-                f"{finished} of {plan.n_runs} runs have finished and are kept; "
-                "the same command goes on from here"
-            )
+            with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of a pipe too
+                progress.say(
+                    f"{finished} of {plan.n_runs} runs have finished and are kept; "
+                    "the same command goes on from here"
+                )
             raise
 
 

@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -122,6 +121,12 @@ def source_of(experiment: Experiment) -> str:
     return source_hash(sys.modules[type(experiment).__module__].__file__)
 
 
+def sha256_of(value: Any) -> str:
+    """The SHA-256 of plain data, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
 class Store:
     """The runs of a plan under its output folder: one JSON file each, and some trained models."""
 
@@ -147,8 +152,7 @@ class Store:
 
     def path(self, run: Run, ending: str = "json") -> Path:
         """Where the run is kept: its name for a person, and a key of its settings."""
-        text = json.dumps(self.settings(run), sort_keys=True, default=str)
-        key = hashlib.sha256(text.encode("utf-8")).hexdigest()[:12]
+        key = sha256_of(self.settings(run))[:12]
         name = re.sub(r"[^a-z0-9]+", "-", run.variant.lower()).strip("-")
         return self.folder / f"{name}_seed-{run.seed}_{key}.{ending}"
 
@@ -162,13 +166,13 @@ class Store:
             return None
         record = files.read_json(path, "a stored run")
         try:
+            if record.pop("sha256") != sha256_of(record):
+                raise ValueError
             if record["settings"] != json.loads(json.dumps(self.settings(run), default=str)):
                 raise files.damaged(path, "the run that its name says")
             if record["source"] != self.source and not any_source:
                 return None
             history = History(**record["history"])
-            if not math.isfinite(history.validation_loss + sum(history.losses)):
-                raise ValueError
             return Result(run, record["parameters"], history, record["found"], stored=True)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise files.damaged(path, "a stored run") from None
@@ -182,7 +186,9 @@ class Store:
             "history": asdict(result.history),
             "found": result.found,
         }
-        files.write_json(self.path(result.run), json.loads(json.dumps(record, default=str)))
+        record = json.loads(json.dumps(record, default=str))
+        record["sha256"] = sha256_of(record)
+        files.write_json(self.path(result.run), record)
 
     def keeps_model(self, run: Run) -> bool:
         """Is this run's trained model to be kept?"""
@@ -191,7 +197,8 @@ class Store:
     def write_model(self, run: Run, model: nn.Module) -> None:
         """Keep the trained model: its numbers under "model", read by training.load_checkpoint."""
         state = {name: value.cpu() for name, value in model.state_dict().items()}
-        files.write_bytes(self.path(run, "pt"), training.as_bytes({"model": state}))
+        path = self.path(run, "pt")
+        files.write_bytes(path, training.as_bytes({"of": path.name, "model": state}))
 
     def unfinished(self, run: Run) -> Path:
         """Where a run in flight keeps its checkpoint."""
@@ -276,20 +283,35 @@ def train_one(
     except training.NonFiniteLoss as error:
         result.error = str(error)
         return result
+    except (MemoryError, RuntimeError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        result.error = "there is not enough memory for it"
+        return result
     if share.rank == 0:
         keep(store, result, model)
     return result
 
 
-def keep(store: Store, result: Result, model: nn.Module) -> None:
-    """Write a finished run. A full disk doesn't lose it: the result goes on, with the reason."""
+def keep(store: Store, result: Result, model: nn.Module | None = None) -> None:
+    """Write a finished run. A full disk doesn't lose it: the result goes on, with the reason.
+
+    The model is there on the rank that trained it.
+    """
     try:
         store.write(result)
-        if store.keeps_model(result.run):
+        if model is not None and store.keeps_model(result.run):
             store.write_model(result.run, model)
         store.unfinished(result.run).unlink(missing_ok=True)
     except OSError as error:
         result.error = f"it was trained, but can't be kept: {error}"
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """torch says it in its own class for a GPU, and in a RuntimeError's words for a CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        "DefaultCPUAllocator" in str(error)
+    )
 
 
 def device_of(device: str, worker: int) -> str:
@@ -311,17 +333,18 @@ class World:
 
 def world() -> World:
     """What torchrun says in the environment."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     if not all(os.environ.get(name, "").isdigit() for name in names):
         return World()
-    return World(*(int(os.environ[name]) for name in names))
+    return World(*(int(os.environ[name]) for name in names[:3]))
 
 
 def join_ranks() -> None:
     """Connect the ranks, once. The time-out is long: the slowest rank may train for days."""
     if world().size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=30))
+        with ranks_needed():
+            dist.init_process_group(backend, timeout=timedelta(days=30))
 
 
 def leave_ranks() -> None:
@@ -330,13 +353,44 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    if world().size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
+class RankGone(OSError):
+    """Another rank has ended, or can't be reached."""
+
+
+@contextmanager
+def ranks_needed() -> Iterator[None]:
+    """Within it, what torch says when another rank has gone becomes RankGone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise RankGone(
+                "another rank has ended; what was finished is kept, "
+                "and the same command goes on from there"
+            ) from None
+        raise
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    """Each rank's value, on every rank."""
+    values = [value] * world().size
+    if len(values) > 1:
+        with ranks_needed():
+            dist.all_gather_object(values, value)
+    return values
+
+
+def known_to_all(plan: Plan, experiment: Experiment, results: list[Result]) -> list[Result]:
+    """The stored runs of every rank, on every rank: their disks may be different ones.
+
+    Rank 0 keeps what only others had.
+    """
+    known = {r.run: r for theirs in on_all_ranks(results) for r in theirs}
+    if world().rank == 0 and not plan.options.report:
+        here = {r.run for r in results}
+        for run in known.keys() - here:
+            keep(Store(plan, experiment), known[run])
+    return list(known.values())
 
 
 def train_on_ranks(
@@ -357,21 +411,17 @@ def train_on_ranks(
     results = []
     for run in mine:
         report = functools.partial(on_report, run)
-        results.append(train_one(context, run, report, here.local_rank, share))
-        if here.rank > 0 or share.world > 1:
-            continue
-        yield results[-1]
-    gathered: list[list[Result]] = [[] for _ in range(here.size)]
-    dist.all_gather_object(gathered, results)
-    if here.rank > 0:
-        return
-    if share.world > 1:
-        yield from results
+        with ranks_needed():
+            results.append(train_one(context, run, report, here.local_rank, share))
+        if here.rank == 0:
+            yield results[-1]
+    gathered = on_all_ranks(results)
+    if here.rank > 0 or share.world > 1:
         return
     store = Store(context.plan, context.experiment)
     for result in (r for theirs in gathered[1:] for r in theirs):
         if result.history and not store.path(result.run).exists():  # another machine's disk
-            store.write(result)
+            keep(store, result)
         yield result
 
 
@@ -454,7 +504,7 @@ def start_worker(function: Callable, number: int) -> tuple[Any, Connection]:
     spawn = multiprocessing.get_context("spawn")  # the only way that is the same on every system
     here, there = spawn.Pipe()
     process = spawn.Process(target=serve, args=(there, function, number), daemon=True)
-    with signals_ignored():
+    with ctrl_c_waits():
         process.start()
     there.close()
     return process, here
@@ -467,16 +517,19 @@ def send(connection: Connection, content: Any) -> None:
 
 
 @contextmanager
-def signals_ignored() -> Iterator[None]:
-    """A process started within ignores Ctrl-C from its first instruction: the parent decides."""
-    if threading.current_thread() is not threading.main_thread():
+def ctrl_c_waits() -> Iterator[None]:
+    """A process started within is deaf to Ctrl-C from its first instruction: the parent decides.
+
+    What arrives at the parent meanwhile waits until the end, except on Windows.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def serve(connection: Connection, function: Callable, number: int) -> None:

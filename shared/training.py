@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shared import files
+from shared import console, files
 from shared.data import Corpus, all_windows, sample_batch
 from shared.randomness import generator
 
@@ -165,7 +166,7 @@ def train(
             history.losses += losses
             report(done, sum(losses) / len(losses), state.ms_per_step)
             if checkpoint is not None and now - saved > CHECKPOINT_SECONDS and done < settings.steps:
-                state.save(checkpoint, share)
+                state.keep(checkpoint, share)
                 saved = time.perf_counter()
             recent = []
             window_began = time.perf_counter()
@@ -245,6 +246,7 @@ class State:
         if share.rank > 0:
             return
         content = {
+            "of": path.name,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -253,6 +255,13 @@ class State:
             "milliseconds": self.milliseconds,
         }
         files.write_bytes(path, as_bytes(content))
+
+    def keep(self, path: Path, share: Share) -> None:
+        """Save; a full disk is said and ends nothing, since the run may still finish."""
+        try:
+            self.save(path, share)
+        except OSError as error:
+            console.complain(f"can't keep a checkpoint, and train on without: {error}")
 
     def resume(self, path: Path, share: Share) -> None:
         """Take everything from `path`, if it is there. UserError if it is not such a file.
@@ -272,7 +281,9 @@ class State:
             self.batches.set_state(content["batches"])
             self.history = History(**content["history"])
             self.milliseconds = content["milliseconds"]
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError):
+            if not math.isfinite(sum(self.history.losses) + sum(self.milliseconds)):
+                raise ValueError
+        except Exception:  # whatever load_state_dict makes of another thing than it wrote
             raise files.damaged(path, "a checkpoint of this run") from None
 
 
@@ -284,11 +295,18 @@ def as_bytes(content: dict) -> bytes:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """What State.save or runs.keep_model wrote. UserError if it is not such a file."""
+    """What State.save or runs.Store.write_model wrote. UserError if it is not such a file.
+
+    The file must be whole, and hold what its name says: torch looks at neither.
+    """
     try:
+        with zipfile.ZipFile(path) as archive:
+            torn = archive.testzip()  # the name of a part whose checksum is wrong
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # torch has no single error for a file that it can't read
         raise files.damaged(path, "a checkpoint") from None
-    if not isinstance(content, dict) or "model" not in content:
+    if torn or not isinstance(content, dict) or "model" not in content:
         raise files.damaged(path, "a checkpoint")
+    if content.get("of") != path.name:
+        raise files.damaged(path, "the checkpoint that its name says")
     return content

@@ -58,7 +58,7 @@ def test_mean_squares_under_a_gaussian():
     silu = float((weights * (z / (1 + np.exp(-z))) ** 2).sum() / weights.sum())
     relu = step_06.mean_square(lambda x: (x.clamp(min=0), None))
     assert relu == pytest.approx(0.5, abs=1e-9)
-    assert step_06.mean_square(step_06.relu2) == pytest.approx(1.5, abs=1e-9)
+    assert step_06.mean_square(step_06.relu2_pair) == pytest.approx(1.5, abs=1e-9)
     assert step_06.mean_square(step_06.gelu) == pytest.approx(1 / 3 + 1 / (2 * math.pi * math.sqrt(3)), abs=1e-9)
     assert step_06.mean_square(step_06.silu) == pytest.approx(silu, abs=1e-8)
     assert silu == pytest.approx(0.355776, abs=1e-6)

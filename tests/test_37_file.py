@@ -1,5 +1,9 @@
 """Chapter 37: the weights file, its tokenizer, and every file that is refused before anything runs."""
 
+import os
+import subprocess
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -15,18 +19,9 @@ MERGES = ["a b", "ab c", "d e"]
 
 
 @pytest.fixture(scope="module")
-def step_01():
-    return chapters.load_step(37, 1)
-
-
-@pytest.fixture(scope="module")
-def step_02():
-    return chapters.load_step(37, 2)
-
-
-@pytest.fixture(scope="module")
-def step_04():
-    return chapters.load_step(37, 4)
+def real():
+    """Chapter 37's build.py."""
+    return chapters.load_build(37)
 
 
 def vocabulary(letters) -> list[str]:
@@ -99,14 +94,14 @@ class SmallFile:
 
 
 @pytest.fixture
-def small(step_02):
-    return SmallFile(step_02.byte_letters())
+def small(real):
+    return SmallFile(real.byte_letters())
 
 
 def load(path):
     build = chapters.load_build(37)
-    file = build.step_01.WeightsFile(path)
-    return file, build.step_02.Tokenizer(file), build.step_04.load_model(file, build.CachedGPT)
+    file = build.WeightsFile(path)
+    return file, build.Tokenizer(file), build.load_model(file)
 
 
 # ---------------------------------------------------------------- files that are as they should be
@@ -205,9 +200,9 @@ def test_a_file_that_ends_too_soon_is_refused(small, tmp_path, cut):
         load(path)
 
 
-def test_a_truncated_tensor_is_named(small, tmp_path, step_01):
+def test_a_truncated_tensor_is_named(small, tmp_path, real):
     whole = small.write(tmp_path / "whole.gguf")
-    start = step_01.WeightsFile(whole).tensors["blk.1.attn_v.weight"].start
+    start = real.WeightsFile(whole).tensors["blk.1.attn_v.weight"].start
     path = tmp_path / "cut.gguf"
     path.write_bytes(whole.read_bytes()[: start + 7])
     with pytest.raises(UserError, match=r"truncated: tensor blk\.1\.attn_v\.weight ends at byte [\d,]+, the file at"):
@@ -234,8 +229,15 @@ def test_what_is_no_weights_file_is_refused(tmp_path):
     for path, says in ((tmp_path / "text.gguf", "no GGUF file"), (tmp_path / "none.gguf", "No such file")):
         with pytest.raises(UserError, match=says):
             load(path)
-    with pytest.raises(UserError, match="can't be used"):
+    with pytest.raises(UserError, match="can't be used: it is not a regular file"):
         load(tmp_path)  # a folder
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match=r"pipe\.gguf can't be used: it is not a regular file"):
+        load(tmp_path / "pipe.gguf")
 
 
 def test_embeddings_and_tokens_must_be_as_many(small, tmp_path):
@@ -297,6 +299,9 @@ def test_a_file_without_chat_tokens_continues_and_does_not_chat(small, tmp_path,
         (["--prompt", "a" * 400, "--tokens", "5"], "must have 1 to 35"),
         (["--prompt", "\x04", "--tokens", "5"], "0x04"),
         (["--data", "nowhere.txt", "--tokens", "5"], "no such file"),
+        (["--weights", ""], "--weights: the path is empty"),
+        (["--data", ""], "--data: the path is empty"),
+        (["--output-dir", ""], "--output-dir: the path is empty"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(small, tmp_path, flags, says):
@@ -305,3 +310,35 @@ def test_a_wrong_flag_is_one_sentence(small, tmp_path, flags, says):
     with pytest.raises(UserError) as error:
         chapters.load_build(37).main(["--weights", str(path), "--output-dir", str(tmp_path), *flags])
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- standard input
+
+
+def talk(path, spoken, **where) -> subprocess.CompletedProcess:
+    """build.py --chat on a small file, with these bytes on its standard input."""
+    command = [sys.executable, str(BUILD), "--chat", "--tokens", "5", "--weights", str(path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        command, input=spoken, env=environment, capture_output=True, timeout=120, check=False, **where
+    )
+
+
+def test_input_that_is_not_utf8_ends_in_one_line(small, tmp_path):
+    done = talk(small.write(tmp_path / "small.gguf"), b"caf\xe9\n")
+    errors = done.stderr.decode("utf-8")
+    assert done.returncode == 2 and errors.count("\n") == 1
+    assert errors == "build.py: error: standard input is not utf-8 text: it holds the byte 0xe9\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a file descriptor")
+def test_a_closed_standard_input_is_refused_in_one_line_before_any_work(tmp_path):
+    done = talk(tmp_path / "none.gguf", None, preexec_fn=lambda: os.close(0))
+    assert done.returncode == 2 and done.stdout == b""
+    assert done.stderr == b"build.py: error: --chat reads from standard input, which is closed\n"
+
+
+@pytest.mark.parametrize("spoken", [b"", b"\n", b"  \n"])
+def test_no_message_ends_a_conversation(small, tmp_path, spoken):
+    done = talk(small.write(tmp_path / "small.gguf"), spoken)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.count(b"\n") == 1

@@ -27,14 +27,14 @@ def real():
 @pytest.fixture(scope="module")
 def loaded(real):
     """The real file, its tokenizer and its model: opened once for all tests here."""
-    file = real.step_01.WeightsFile(real.step_01.packaged_weights())
-    return file, real.step_02.Tokenizer(file), real.step_04.load_model(file, real.CachedGPT)
+    file = real.WeightsFile(real.packaged_weights())
+    return file, real.Tokenizer(file), real.load_model(file)
 
 
 @pytest.fixture(scope="module")
 def text(real, loaded):
     """Token ids of documentation (N,)."""
-    return torch.tensor(loaded[1].encode(real.step_05.evaluation_text()))
+    return torch.tensor(loaded[1].encode(real.evaluation_text()))
 
 
 # ---------------------------------------------------------------- a second implementation
@@ -91,10 +91,7 @@ def test_the_logits_are_those_of_a_second_implementation(real, loaded, text):
     theirs = second_implementation(file.path, idx)
     with torch.inference_mode():
         ours = model(idx[None])[0][0].double()
-        with real.step_05.fast(model):
-            fast = model(idx[None])[0][0].double()
-    for mine in (ours, fast):
-        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
 def test_size_shape_and_tie(gpt, loaded):
@@ -114,9 +111,9 @@ def test_with_the_cache_200_tokens_are_those_of_the_full_forward(real, loaded):
     """Greedy ids equal those without a cache if, read at once, each is the likeliest after all before it."""
     _, tokenizer, model = loaded
     question = tokenizer.chat("Tell me a long story about a ship.")
-    with model.remembering(len(question) + 200):
+    with real.remembering(model, len(question) + 200):
         written = list(real.stream(model, question, 200))
-    with torch.inference_mode(), real.fast(model):
+    with torch.inference_mode():
         logits = model(torch.tensor([question + written[:-1]]))[0][0, len(question) - 1 :]
     assert len(written) == 200 and logits.argmax(-1).tolist() == written
 
@@ -125,16 +122,16 @@ def test_with_the_cache_200_tokens_are_those_of_the_full_forward(real, loaded):
 def small_model(real):
     """A random model of unequal sizes in float64."""
     cfg = real.GroupedConfig(block_size=12, n_layers=2, n_heads=6, n_kv_heads=2, d_model=24, d_hidden=20)
-    model = real.CachedGPT(cfg, vocab_size=31).double()
+    model = real.RealGPT(cfg, vocab_size=31).double()
     chapters.load_build(5).init_parameters(model, seed=1, std=0.2)
     return model.eval()
 
 
 @pytest.mark.parametrize("pieces", [(11,), (1,) * 11, (4, 7), (1, 5, 5), (10, 1)])
-def test_pieces_of_any_length_read_like_the_whole(small_model, pieces):
+def test_pieces_of_any_length_read_like_the_whole(real, small_model, pieces):
     idx = torch.randint(31, (1, 11), generator=torch.Generator().manual_seed(2))
     whole = small_model.states(idx)
-    with small_model.remembering(11):
+    with real.remembering(small_model, 11):
         parts = [small_model.states(part) for part in idx.split(pieces, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-12)
     torch.testing.assert_close(small_model.states(idx), whole)  # and nothing is remembered afterwards
@@ -152,24 +149,24 @@ def test_without_a_cache_the_model_takes_batches_and_is_causal_by_gradient(small
 
 
 def test_too_much_to_remember_is_an_error_that_names_both_numbers(real, small_model):
-    with pytest.raises(ValueError, match="13 positions don't fit a block_size of 12"), small_model.remembering(13):
+    with pytest.raises(ValueError, match="13 positions don't fit a block_size of 12"), real.remembering(small_model, 13):
         pass
-    with small_model.remembering(5):
+    with real.remembering(small_model, 5):
         list(real.stream(small_model, [1, 2, 3], 3))
         with pytest.raises(ValueError, match="6 positions don't fit a cache of 5"):
             list(real.stream(small_model, [4], 1))
-    assert all(block.attn.cache is None for block in small_model.blocks)
+    assert all(type(block.attn) is real.GroupedQueryAttention for block in small_model.blocks)
 
 
-def test_an_error_inside_leaves_nothing_remembered(small_model):
-    with pytest.raises(KeyError), small_model.remembering(5):
+def test_an_error_inside_leaves_nothing_remembered(real, small_model):
+    with pytest.raises(KeyError), real.remembering(small_model, 5):
         raise KeyError
-    assert all(block.attn.cache is None for block in small_model.blocks)
+    assert all(type(block.attn) is real.GroupedQueryAttention for block in small_model.blocks)
 
 
 def test_draws_follow_their_generator_and_the_end_ends(real, small_model):
     def drawn(seed, end=-1):
-        with small_model.remembering(12):
+        with real.remembering(small_model, 12):
             draws = torch.Generator().manual_seed(seed)
             return list(real.stream(small_model, [1, 2], 10, end, temperature=2.0, draws=draws))
 
@@ -184,17 +181,10 @@ def test_draws_follow_their_generator_and_the_end_ends(real, small_model):
 
 def test_windows_are_read_one_by_one_and_every_token_counts_once(real, small_model):
     ids = torch.randint(31, (30,), generator=torch.Generator().manual_seed(4))
-    losses = real.step_05.token_losses(small_model, ids, context=8)
+    losses = real.token_losses(small_model, ids, context=8)
     assert losses.shape == (29,)
     window = small_model(ids[None, 16:24])[0][0].log_softmax(-1)
     torch.testing.assert_close(losses[16:24], -window[torch.arange(8), ids[17:25]])
-
-
-def test_fast_gives_the_settings_back(real, loaded):
-    before = torch.get_float32_matmul_precision(), F.scaled_dot_product_attention
-    with pytest.raises(KeyError), real.step_05.fast(loaded[2]):
-        raise KeyError
-    assert (torch.get_float32_matmul_precision(), F.scaled_dot_product_attention) == before
 
 
 # ---------------------------------------------------------------- conversation
@@ -204,9 +194,9 @@ def test_fast_gives_the_settings_back(real, loaded):
 def use_loaded(real, loaded, monkeypatch):
     """Let main() use the model that is loaded already."""
     file, tokenizer, model = loaded
-    monkeypatch.setattr(real.step_01, "WeightsFile", lambda path: file)
-    monkeypatch.setattr(real.step_02, "Tokenizer", lambda file: tokenizer)
-    monkeypatch.setattr(real.step_04, "load_model", lambda file, model_class: model)
+    monkeypatch.setattr(real, "WeightsFile", lambda path: file)
+    monkeypatch.setattr(real, "Tokenizer", lambda file: tokenizer)
+    monkeypatch.setattr(real, "load_model", lambda file: model)
 
     def no_network(*_):
         raise AssertionError("it opened a connection")
@@ -252,21 +242,35 @@ def test_a_full_memory_ends_a_conversation(real, loaded, use_loaded, monkeypatch
     assert "filled the 8,192 positions" in capsys.readouterr().out
 
 
-def test_no_escape_byte_reaches_the_terminal(real, loaded, monkeypatch, capsys):
-    _, tokenizer, model = loaded
+def test_no_escape_byte_reaches_the_terminal(real, loaded, capsys):
+    _, tokenizer, _ = loaded
     text = "a\x1b[31mb\x07c 東京🙂\n"
     ids = tokenizer.encode(text)
-    monkeypatch.setattr(real, "stream", lambda *_: iter(ids))
-    options = real.parse([])
-    assert real.write_answer(model, tokenizer, [1], options) == ids
+    assert real.conversation.write_answer(iter(ids), tokenizer) == ids
     assert capsys.readouterr().out == "a[31mbc 東京🙂\n\n"
+
+
+def test_half_a_letter_at_the_end_of_an_answer_is_shown(real, loaded, capsys):
+    """An answer that is cut within a letter ends in "�" and not in nothing."""
+    _, tokenizer, _ = loaded
+    ids = tokenizer.encode("a 東")
+    assert len(tokenizer.encoding.decode_bytes(ids[:-1])) > 2  # the last token is a part of 東
+    real.conversation.write_answer(iter(ids[:-1]), tokenizer)
+    assert capsys.readouterr().out == "a �\n"
+
+
+@pytest.mark.parametrize("temperature", ["1e-40", "1e-45", "1e-7"])
+def test_a_temperature_below_the_smallest_step_is_0(real, use_loaded, capsys, temperature):
+    flags = ["--prompt", "What is the capital of France?", "--temperature", temperature]
+    assert real.main(flags) == 0
+    assert capsys.readouterr().out == "The capital of France is Paris.\n"
 
 
 # ---------------------------------------------------------------- the command
 
 
 def test_the_flags_are_frozen(real):
-    assert set(vars(real.parse([]))) == {
+    assert set(vars(real.conversation.parse("", []))) == {
         "tiny", "full", "prompt", "chat", "weights", "tokens", "temperature", "seed", "data", "device", "output_dir",
         "draws",
     }  # fmt: skip
@@ -292,7 +296,7 @@ def test_the_whole_command(real, use_loaded, monkeypatch, tmp_path, capsys):
 
 def test_expected_belongs_to_this_text_and_these_weights(real, loaded):
     expected = json.loads((FOLDER / "expected" / "results.json").read_text(encoding="utf-8"))
-    _, hashes = real.setting(*loaded[::2], real.step_05.evaluation_text(), real.parse([]))
+    hashes = real.hashes(loaded[0], real.evaluation_text())
     assert {name: expected[name] for name in hashes} == hashes
     band = re.escape(str(real.BAND))
     assert re.match(

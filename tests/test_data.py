@@ -7,7 +7,7 @@ import pytest
 import tiktoken
 import torch
 
-from shared import data, train_bpe
+from shared import data
 from shared.console import UserError
 from shared.randomness import generator
 
@@ -147,29 +147,6 @@ def test_bpe4k_file_holds_every_byte_and_no_entry_twice():
     entries = [encoding.decode_single_token_bytes(i) for i in range(encoding.n_vocab)]
     assert entries[:256] == [bytes([b]) for b in range(256)]
     assert len(set(entries)) == 4096
-
-
-def test_learned_merges_are_the_textbooks():
-    """ "low" five times, "lower" twice, "newest" six, "widest" three: the example of Sennrich et al. 2016, without
-    their end-of-word mark. es and st tie at nine and so do two more later: the bytes that come first win."""
-    text = "low low low low low lower lower newest newest newest newest newest newest widest widest widest"
-    assert train_bpe.learn_merges([text.replace(" ", "\n")], 4) == [b"es", b"est", b"lo", b"low"]
-
-
-def test_learned_merges_encode_as_tiktoken_does():
-    """What was learned, joined by hand in the order of learning, is what tiktoken's own merging gives."""
-    texts = data.torch_docs()[1:]
-    merges = train_bpe.learn_merges(texts, 60)
-    ranks = {bytes([b]): b for b in range(256)} | {merge: 256 + i for i, merge in enumerate(merges)}
-    encoding = tiktoken.Encoding("test", pat_str=data.BPE4K_PATTERN, mergeable_ranks=ranks, special_tokens={})
-    for piece in (" returned", " tensor", "dimension", "::\n\n", "123"):
-        word = [bytes([b]) for b in piece.encode("utf-8")]
-        while True:
-            pairs = [(ranks[a + b], (a, b)) for a, b in zip(word, word[1:]) if a + b in ranks]
-            if not pairs:
-                break
-            word = train_bpe.join(word, min(pairs)[1])
-        assert [ranks[part] for part in word] == encoding.encode_ordinary(piece)
 
 
 def test_r50k_out_of_reach_is_one_sentence_with_a_remedy(monkeypatch):

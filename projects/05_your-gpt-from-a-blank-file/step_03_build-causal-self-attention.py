@@ -112,7 +112,7 @@ def draw_picture() -> Path:
 
 def main() -> int:
     draw_picture()
-    console.say("Drawn to outputs/step_03.png: a row is a position, and its dark cells are where it")
+    console.say("Drawn to outputs/step_03.png. A row is a position; its dark cells are where it")
     console.say("looks. Nothing is above the diagonal: no position looks at its future.")
 
     noise = generator(1, "step 03")

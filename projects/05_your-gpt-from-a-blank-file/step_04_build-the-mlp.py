@@ -108,8 +108,9 @@ def main() -> int:
         cfg = GPTConfig(n_heads=12, d_model=768)
         attention = sum(p.numel() for p in CausalSelfAttention(cfg).parameters())
         mlp = sum(p.numel() for p in MLP(cfg).parameters())
-    console.say(f"At GPT-2's width of 768 attention holds {attention:,} numbers, the MLP {mlp:,}.")
-    console.say("Drawn to outputs/step_04.png: without GELU the output can only be a straight line.")
+    console.say(f"At GPT-2's width of 768 attention holds {attention:,} numbers,")
+    console.say(f"and the MLP twice as many: {mlp:,}. Drawn to outputs/step_04.png:")
+    console.say("without GELU, an output can only be a straight line.")
 
     checks = Checks()
     x = torch.linspace(-6, 6, 24_001, dtype=torch.float64)

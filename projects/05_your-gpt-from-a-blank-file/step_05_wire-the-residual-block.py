@@ -121,8 +121,8 @@ def main() -> int:
     alike, gradient = measure(Block)
     alike_without, _ = measure(BlockWithoutSums)
     draw_picture(alike, alike_without)
-    console.say(f"After 24 new blocks the stream's likeness to the input is {alike[-1]:.2f} with sums, and")
-    console.say(f"{alike_without[-1]:+.2f} without; 1 is the same, 0 has nothing in common.")
+    console.say("The stream's likeness to the input (1: the same; 0: nothing in common) after 24")
+    console.say(f"new blocks is {alike[-1]:.2f} with the sums and {abs(alike_without[-1]):.2f} without.")
     console.say("Drawn to outputs/step_05.png: without sums, one block is enough to lose it.")
 
     noise = generator(1, "step 05", "checks")

@@ -104,8 +104,8 @@ def main() -> int:
         gpt2 = GPT(GPTConfig(block_size=1024, n_layers=12, n_heads=12, d_model=768), 50_257)
     rows = [[name, f"{count_parameters(part):,}"] for name, part in gpt2.named_children()]
     console.say(console.Table(["part of GPT-2", "numbers"], rows))
-    console.say(f"\nAll together {count_parameters(gpt2):,}: the head's matrix is the embedding's and")
-    console.say("counts once. Two thirds of the model are blocks, a third is the vocabulary.")
+    console.say(f"\nAll together {count_parameters(gpt2):,}: the head's matrix is the embedding's")
+    console.say("and counts once. Two thirds of the model are blocks, a third is the vocabulary.")
 
     V, T = 13, 7
     noise = generator(1, "step 06")

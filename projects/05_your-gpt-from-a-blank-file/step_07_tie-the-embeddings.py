@@ -96,7 +96,7 @@ def lose_the_tie() -> dict[str, GPT]:
     }
 
 
-def raises_an_error(model: GPT) -> bool:
+def is_lost(model: GPT) -> bool:
     try:
         check_tie(model)
     except ValueError:
@@ -117,7 +117,7 @@ def main() -> int:
     untied = lose_the_tie()
     idx = torch.randint(13, (4, 9), generator=generator(1, "step 07", "idx"))
     same = [torch.equal(model(idx)[0], tied(idx)[0]) for model in untied.values()]
-    raised = [raises_an_error(model) for model in untied.values()]
+    raised = [is_lost(model) for model in untied.values()]
     check_tie(tied)  # raises no error
 
     with_two = untied["head copied from the embedding"]
@@ -137,9 +137,9 @@ def main() -> int:
     console.say("\n0.00 is right. The four others began with exactly the same logits.")
 
     checks = Checks()
-    checks.close("gradient: both uses added", as_embedding + as_head, whole, 1e-6)
-    checks.equal("of 4: same logits at first", sum(same), 4)
-    checks.equal("of 4: check_tie says no", sum(raised), 4)
+    checks.close("gradient: two uses added", as_embedding + as_head, whole, 1e-6)
+    checks.equal("same logits, of 4", sum(same), 4)
+    checks.equal("check_tie raises, of 4", sum(raised), 4)
     return checks.report()
 
 

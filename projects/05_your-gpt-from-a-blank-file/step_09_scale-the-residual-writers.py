@@ -126,8 +126,8 @@ def main() -> int:
     rows = [[str(n), f"{grown[n]:.2f}", f"{grown_unscaled[n]:.2f}"] for n in DEPTHS]
     console.say(console.Table(["layers", "scaled", "unscaled"], rows))
     console.say("\nLook at 2 and 100 layers: scaled, the growth is the same. Drawn to")
-    console.say("outputs/step_09.png. With 100 layers the first block's gradient is")
-    console.say(f"{scaled[100][1]:.1f} times that of the last block, and {unscaled[100][1]:.1f} times unscaled.")
+    console.say("outputs/step_09.png. At 100 layers the first block's gradient, divided by the")
+    console.say(f"last one's, is {scaled[100][1]:.1f} if scaled and {unscaled[100][1]:.1f} if not.")
 
     checks = Checks()
     checks.between("100 : 2 layers, scaled", grown[100] / grown[2], 0.9, 1.1)

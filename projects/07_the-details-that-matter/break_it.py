@@ -430,7 +430,7 @@ class CoarseFrequencyAttention(modern.RotaryAttention):
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = gpt.CausalSelfAttention.heads(self, x)
         D = self.head_dim
-        inverse_frequency = (self.rope_base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)).bfloat16()
+        inverse_frequency = (CONFIG.rope_base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)).bfloat16()
         angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float64), inverse_frequency.double())
         cos, sin = angles.cos().float(), angles.sin().float()
         return modern.apply_rope(q, cos, sin), modern.apply_rope(k, cos, sin), v
@@ -439,7 +439,7 @@ class CoarseFrequencyAttention(modern.RotaryAttention):
 class LateKeysAttention(modern.RotaryAttention):
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = gpt.CausalSelfAttention.heads(self, x)
-        cos, sin = modern.build_rope_cache(self.block_size + 1, self.head_dim, base=self.rope_base)
+        cos, sin = modern.build_rope_cache(x.shape[1] + 1, self.head_dim, base=CONFIG.rope_base)
         return modern.apply_rope(q, cos, sin), modern.apply_rope(k, cos[1:], sin[1:]), v
 
 

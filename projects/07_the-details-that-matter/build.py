@@ -1,15 +1,18 @@
 """Chapter 07: the details that matter.
 
-Chapter 05's GPT with its parts exchanged: RMSNorm for LayerNorm, SwiGLU for the GELU MLP, RoPE for learned
-positions, experts for the MLP. Then the chapter's experiment: {LayerNorm, RMSNorm} x {GELU, SwiGLU}, trained side
-by side from the same numbers on the same batches, and what their difference is worth.
+Chapter 05's GPT with its parts exchanged: RMSNorm for LayerNorm, SwiGLU for the GELU MLP, RoPE for
+learned positions, experts for the MLP. The parts are those of steps 02 to 09; step 10 puts them
+together. Then the chapter's experiment: {LayerNorm, RMSNorm} x {GELU, SwiGLU}, trained side by side
+from the same initial weights on the same batches, and what the difference between them is worth.
 
     python build.py --tiny      on a laptop CPU, within a minute (the default)
     python build.py --full      the same experiment at a size for one GPU
 
-Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H, V = vocab_size, N tokens, E experts.
+Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H, V = vocab_size, N tokens,
+E experts, k = top_k.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +32,16 @@ gpt = chapters.load_build(5)  # the previous chapter's GPT: everything that this
 
 # ---------------------------------------------------------------- config
 
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)² (So et al. 2021)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"gelu": F.gelu, "relu2": relu2}  # of the plain MLP; a new one is one more entry
+
 NORM_TYPES = ("layernorm", "rmsnorm", "none")
-DENSE_MLP_TYPES = ("gelu", "relu2", "swiglu")
+DENSE_MLP_TYPES = (*ACTIVATIONS, "swiglu")
 MLP_TYPES = (*DENSE_MLP_TYPES, "moe")
 POSITION_TYPES = ("learned", "rope", "none")
 
@@ -43,25 +54,34 @@ class ModernConfig(gpt.GPTConfig):
     mlp_type: str = "swiglu"
     position_type: str = "learned"
     norm_eps: float = 1e-5
-    d_hidden: int | None = None  # width inside the MLP; None: 4C for gelu and relu2, 8/3 C for swiglu and experts
-    multiple_of: int = 1  # the 8/3 rule's result is rounded up to a multiple of this
+    d_hidden: int | None = None  # width inside the MLP; None: 4C if plain, 8/3 C for SwiGLU
+    multiple_of: int = 1  # the 8/3 rule's width is rounded up to a multiple of this
     rope_base: float = 10_000.0
-    n_experts: int = 4  # mlp_type "moe": so many SwiGLU experts,
-    top_k: int = 2  # of which each token uses so many
-    init_std: float | str = 0.02  # of every matrix at the start; "fan_in": 1/√fan_in
+    n_experts: int = 4  # SwiGLU experts in the layer, for mlp_type "moe"
+    top_k: int = 2  # experts that each token uses
+    init_std: float | str = 0.02  # std of the matrices at the start; "fan_in": 1/√(inputs)
 
     def __post_init__(self):
         super().__post_init__()
-        for name, valid in (("norm_type", NORM_TYPES), ("mlp_type", MLP_TYPES), ("position_type", POSITION_TYPES)):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid: {', '.join(valid)}")
+        choices = {
+            "norm_type": NORM_TYPES,
+            "mlp_type": MLP_TYPES,
+            "position_type": POSITION_TYPES,
+        }
+        for name, valid in choices.items():
+            value = getattr(self, name)
+            if value not in valid:
+                raise ValueError(f"unknown {name} {value!r}; valid: {', '.join(valid)}")
 
 
 # ---------------------------------------------------------------- norms
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, eq. 4): LayerNorm without centring and without bias."""
+    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, eq. 4).
+
+    It is LayerNorm without the mean and without the bias.
+    """
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
@@ -69,16 +89,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., C) -> (..., C) in x's dtype; the statistics in float32 or better, as x² overflows float16 at 256."""
+        """x (..., C) -> (..., C), in the dtype of x."""
+        # float16 ends at 65,504 = 256² - 32, so squares are taken in float32 (or float64, if x is).
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)  # (..., 1)
         return (wide * scale * self.weight).to(x.dtype)
 
 
 def make_norm(norm_type: str, d_model: int, eps: float = 1e-5) -> nn.Module:
-    """The norm called norm_type, one of NORM_TYPES, for vectors of d_model. ValueError for any other name."""
+    """The norm called norm_type for vectors of d_model. ValueError for a name not in NORM_TYPES."""
     if norm_type == "layernorm":
-        return nn.LayerNorm(d_model, eps=eps)  # torch's own: step_01 builds it by hand and shows that they agree
+        return nn.LayerNorm(d_model, eps=eps)  # PyTorch's: step 01 builds the same by hand
     if norm_type == "rmsnorm":
         return RMSNorm(d_model, eps)
     if norm_type == "none":
@@ -90,9 +111,12 @@ def make_norm(norm_type: str, d_model: int, eps: float = 1e-5) -> nn.Module:
 
 
 def swiglu_hidden(d_model: int, multiple_of: int = 1) -> int:
-    """The 8/3 rule: 3 matrices of C x 8/3 C hold what 2 of C x 4C do. Rounded down, then up to a multiple."""
+    """The 8/3 rule: the width at which SwiGLU has as many weights as a plain MLP with 4C inside.
+
+    3 · C · (8/3)C = 8C² = 2 · C · 4C. Rounded down, then up to a multiple of multiple_of.
+    """
     hidden = 8 * d_model // 3
-    return -(-hidden // multiple_of) * multiple_of
+    return math.ceil(hidden / multiple_of) * multiple_of
 
 
 class SwiGLU(nn.Module):
@@ -110,34 +134,33 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class ModernMLP(gpt.MLP):
-    """Chapter 05's MLP with its activation by name: "gelu" or "relu2" (So et al. 2021)."""
+class ModernMLP(nn.Module):
+    """Chapter 05's MLP with its activation by name, one of ACTIVATIONS."""
 
     def __init__(self, cfg: gpt.GPTConfig):
-        super().__init__(cfg)
-        self.activation = cfg.mlp_type
-        if cfg.d_hidden:
-            self.fc = nn.Linear(cfg.d_model, cfg.d_hidden, bias=cfg.bias)
-            self.proj = gpt.ResidualWriter(cfg.d_hidden, cfg.d_model, bias=cfg.bias)
+        super().__init__()
+        d_hidden = cfg.d_hidden or 4 * cfg.d_model
+        self.activation = ACTIVATIONS[cfg.mlp_type]
+        self.fc = nn.Linear(cfg.d_model, d_hidden, bias=cfg.bias)
+        self.proj = gpt.ResidualWriter(d_hidden, cfg.d_model, bias=cfg.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C)."""
-        if self.activation == "gelu":
-            return super().forward(x)
-        return self.proj(F.relu(self.fc(x)).square())
+        return self.proj(self.activation(self.fc(x)))
 
 
 def make_mlp(cfg: gpt.GPTConfig) -> nn.Module:
-    """The MLP called cfg.mlp_type, one of DENSE_MLP_TYPES. ValueError for any other name."""
+    """The MLP called cfg.mlp_type. ValueError for a name not in DENSE_MLP_TYPES."""
     if cfg.mlp_type == "swiglu":
-        return SwiGLU(cfg.d_model, cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of))
-    if cfg.mlp_type in DENSE_MLP_TYPES:
+        d_hidden = cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of)
+        return SwiGLU(cfg.d_model, d_hidden)
+    if cfg.mlp_type in ACTIVATIONS:
         return ModernMLP(cfg)
     raise ValueError(f"unknown mlp_type {cfg.mlp_type!r}; valid: {', '.join(DENSE_MLP_TYPES)}")
 
 
 class MoE(nn.Module):
-    """n_experts SwiGLU MLPs of which each token uses the top_k that the router prefers (Shazeer et al. 2017)."""
+    """n_experts SwiGLU MLPs; each token uses the top_k that the router prefers (Shazeer 2017)."""
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__()
@@ -149,26 +172,26 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(cfg.d_model, d_hidden) for _ in range(cfg.n_experts))
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens x (N, C) -> gates (N, k), which sum to 1, and the experts' numbers (N, k), the best first.
-
-        In float32 whatever x is, under autocast too. Equal logits go to the lowest number: a stable sort promises
-        that, topk doesn't.
-        """
-        with torch.autocast(x.device.type, enabled=False):
+        """Tokens x (N, C) -> gates (N, k) of sum 1, and the chosen experts (N, k), best first."""
+        with torch.autocast(x.device.type, enabled=False):  # choose in float32, whatever x is
             logits = F.linear(x.float(), self.router.weight.float())  # (N, E)
-        probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        gates, chosen = probabilities[:, : self.top_k], order[:, : self.top_k]
+        probabilities = logits.softmax(-1)
+        # A stable sort keeps equal probabilities in the order of the experts; topk may not.
+        probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        chosen = order[:, : self.top_k]
+        gates = probabilities[:, : self.top_k]
         return gates / gates.sum(-1, keepdim=True), chosen
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C): each token's experts, weighted by its gates."""
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.reshape(-1, x.shape[-1])  # (N, C)
         gates, chosen = self.route(tokens)
         y = torch.zeros_like(tokens)
         for e, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == e)  # who chose this expert, and as their how-manieth
-            weighted = gates[token, slot, None] * expert(tokens[token])
-            y = y.index_add(0, token, weighted.to(y.dtype))
+            # Which tokens chose expert e, and whether as their first choice (0), second (1), …
+            token, choice = torch.where(chosen == e)
+            weighted = gates[token, choice, None] * expert(tokens[token])
+            y = y.index_add(0, token, weighted.to(y.dtype))  # add each row to its token's row of y
         return y.view_as(x)
 
 
@@ -178,73 +201,88 @@ class MoE(nn.Module):
 def build_rope_cache(
     seq_len: int, head_dim: int, device: torch.device | str = "cpu", base: float = 10_000.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position · base^(−2i/D) for pair i, each (seq_len, D/2) in float32 (Su et al. 2021, eq. 34).
+    """The table: cosine and sine of the angle of pair i at position t, each (T, D/2), float32.
 
-    In float64 and cast last: float32 angles are 1e-3 off at position 100,000. ValueError for an odd head_dim.
+    Pair i turns by base^(-2i/D) radians a position (Su et al. 2021, eq. 15). ValueError if
+    head_dim is odd.
     """
     if head_dim % 2:
-        raise ValueError(f"RoPE turns pairs of channels, so head_dim must be even, got {head_dim}")
-    inverse_frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), inverse_frequency)
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+        raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
+    pair = torch.arange(head_dim // 2, dtype=torch.float64)
+    speed = base ** (-2 * pair / head_dim)  # radians a position: 1 for pair 0, then slower
+    position = torch.arange(seq_len, dtype=torch.float64)
+    angle = torch.outer(position, speed)
+    # float64 until here: at position 100,000 an angle in float32 is off by some thousandths.
+    return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """A quarter turn of each pair of neighbouring channels: (x0, x1) -> (−x1, x0)."""
-    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    """A quarter turn of every pair: (x0, x1) becomes (-x1, x0). The name is the customary one."""
+    x0 = x[..., 0::2]
+    x1 = x[..., 1::2]
+    return torch.stack((-x1, x0), dim=-1).flatten(-2)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn pair i of x (..., T, D) at position t by the angle in cos[t, i], sin[t, i]; ValueError beyond the table."""
+    """Turn row t of x (..., T, D) by row t of the table; ValueError if it has fewer (eq. 34)."""
     T = x.shape[-2]
     if T > cos.shape[0]:
         raise ValueError(f"{T} positions don't fit a RoPE table of {cos.shape[0]}")
-    cos = cos[:T].repeat_interleave(2, dim=-1)  # (T, D): both channels of a pair turn by the same angle
+    cos = cos[:T].repeat_interleave(2, dim=-1)  # (T, D): one angle for both channels of a pair
     sin = sin[:T].repeat_interleave(2, dim=-1)
+    # Turning a pair: cos times the pair plus sin times its quarter turn.
     return (x * cos + rotate_half(x) * sin).to(x.dtype)
 
 
 class RotaryAttention(gpt.CausalSelfAttention):
-    """Chapter 05's attention with queries and keys turned by their position (Su et al. 2021)."""
+    """Chapter 05's attention with queries and keys turned. Values carry content, not position."""
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
-        self.block_size, self.rope_base = cfg.block_size, cfg.rope_base
+        # Plain attributes, not buffers: model.bfloat16() would round a buffer.
         self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
 
-    def _apply(self, fn, recurse=True):
-        """The tables follow the model to its device but never its dtype: `.bfloat16()` leaves them float32."""
-        super()._apply(fn, recurse)
-        self.cos, self.sin = build_rope_cache(self.block_size, self.head_dim, self.qkv.weight.device, self.rope_base)
-        return self
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin on the device of the input: moved there at the first call."""
+        if self.cos.device != device:
+            self.cos = self.cos.to(device)
+            self.sin = self.sin.to(device)
+        return self.cos, self.sin
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (B, T, C) -> turned queries, turned keys, values, each (B, H, T, D)."""
+        """x (B, T, C) -> queries, keys, values, each (B, H, T, D)."""
+        cos, sin = self.tables(x.device)
         q, k, v = super().heads(x)
-        return apply_rope(q, self.cos, self.sin), apply_rope(k, self.cos, self.sin), v
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
 # ---------------------------------------------------------------- block and model
 
 
 class ModernBlock(gpt.Block):
-    """Chapter 05's block, its forward untouched, with the parts that the config names."""
+    """Chapter 05's block with the parts that the config names; forward() is chapter 05's."""
 
     def make_norm(self, cfg: ModernConfig) -> nn.Module:
         return make_norm(cfg.norm_type, cfg.d_model, cfg.norm_eps)
 
     def make_attention(self, cfg: ModernConfig) -> nn.Module:
-        return RotaryAttention(cfg) if cfg.position_type == "rope" else gpt.CausalSelfAttention(cfg)
+        if cfg.position_type == "rope":
+            return RotaryAttention(cfg)
+        return gpt.CausalSelfAttention(cfg)
 
     def make_mlp(self, cfg: ModernConfig) -> nn.Module:
-        return MoE(cfg) if cfg.mlp_type == "moe" else make_mlp(cfg)
+        if cfg.mlp_type == "moe":
+            return MoE(cfg)
+        return make_mlp(cfg)
 
 
 class ModernGPT(gpt.GPT):
-    """Chapter 05's GPT, its forward untouched, with the parts that the config names."""
+    """Chapter 05's GPT with the parts that the config names; forward() is chapter 05's."""
 
     def make_positions(self, cfg: ModernConfig) -> nn.Module | None:
-        return super().make_positions(cfg) if cfg.position_type == "learned" else None
+        if cfg.position_type == "learned":
+            return super().make_positions(cfg)
+        return None
 
     def make_block(self, cfg: ModernConfig) -> nn.Module:
         return ModernBlock(cfg)
@@ -257,34 +295,42 @@ class ModernGPT(gpt.GPT):
 
 
 def tensor_stats(x: torch.Tensor) -> dict[str, float]:
-    """mean, var, min, max and kurtosis over all entries of x: the population's, in float64 where the device has it.
+    """mean, var, min, max and kurtosis of all entries of x.
 
-    kurtosis = mean((x − mean)⁴) / var²: 1 for ±1, 3 for a Gaussian, about n for one spike among n entries; not the
-    excess over 3. A constant tensor has no shape to speak of and gets 0.
+    kurtosis = mean((x - mean)⁴) / var². It is 3 for Gaussian noise, and large when a few entries
+    are much larger than the rest. For a tensor whose entries are all equal it is given as 0.
     """
-    x = x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)
+    x = x.detach()
+    x = x.float() if x.device.type == "mps" else x.double()  # Apple's GPUs have no float64
     centred = x - x.mean()
-    var = centred.square().mean()  # divided by the number of entries, not one less
+    var = centred.square().mean()
     kurtosis = torch.where(var > 0, (centred * var.rsqrt()).pow(4).mean(), 0)
-    values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()  # one wait for a GPU, not five
-    return dict(zip(("mean", "var", "min", "max", "kurtosis"), values, strict=True))
+    # One tolist(), not five: each waits for the GPU to finish.
+    values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()
+    return dict(zip(("mean", "var", "min", "max", "kurtosis"), values))
 
 
 @torch.no_grad()
 def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float]]:
-    """tensor_stats of the residual stream at its 2L + 1 points, in one forward pass over token ids (B, T).
+    """tensor_stats of the residual stream at its 2L + 1 points, for one batch of token ids (B, T).
 
-    A point is called by what was last written to the stream. A norm reads the stream there, so a hook on the norm's
-    input catches it; the hooks are gone again when the pass is over.
+    A point is named after the layer that wrote to the stream last. At each point a norm reads the
+    stream, so a hook on that norm sees it. (A hook is a function that PyTorch calls when a module
+    runs.)
     """
-    points = iter(["embedding", *(f"blocks.{i}.{part}" for i in range(model.cfg.n_layers) for part in ("attn", "mlp"))])
-    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm_f]
+    points = ["embedding"]
+    norms = []
+    for i, block in enumerate(model.blocks):
+        points += [f"blocks.{i}.attn", f"blocks.{i}.mlp"]
+        norms += [block.norm1, block.norm2]
+    norms.append(model.norm_f)
     stats = {}
 
     def keep(norm: nn.Module, inputs: tuple) -> None:
-        stats[next(points)] = tensor_stats(inputs[0])
+        point = points[len(stats)]  # the norms run in the order of the points
+        stats[point] = tensor_stats(inputs[0])
 
-    hooks = [norm.register_forward_pre_hook(keep) for norm in dict.fromkeys(norms)]
+    hooks = [norm.register_forward_pre_hook(keep) for norm in set(norms)]  # one hook on each norm
     try:
         model(idx)
     finally:

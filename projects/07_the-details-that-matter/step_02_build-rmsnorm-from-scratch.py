@@ -29,7 +29,10 @@ LayerNorm = chapters.load_step(7, 1).LayerNorm
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, eq. 4): LayerNorm without centring and without bias."""
+    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, eq. 4).
+
+    It is LayerNorm without the mean and without the bias.
+    """
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
@@ -37,7 +40,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., C) -> (..., C) in x's dtype; the statistics in float32 or better, as x² overflows float16 at 256."""
+        """x (..., C) -> (..., C), in the dtype of x."""
+        # float16 ends at 65,504 = 256² - 32, so squares are taken in float32 (or float64, if x is).
         wide = x if x.dtype == torch.float64 else x.float()
         scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)  # (..., 1)
         return (wide * scale * self.weight).to(x.dtype)

@@ -35,9 +35,9 @@ NORM_TYPES = ("layernorm", "rmsnorm", "none")
 
 
 def make_norm(norm_type: str, d_model: int, eps: float = 1e-5) -> nn.Module:
-    """The norm called norm_type, one of NORM_TYPES, for vectors of d_model. ValueError for any other name."""
+    """The norm called norm_type for vectors of d_model. ValueError for a name not in NORM_TYPES."""
     if norm_type == "layernorm":
-        return nn.LayerNorm(d_model, eps=eps)  # torch's own: step_01 builds it by hand and shows that they agree
+        return nn.LayerNorm(d_model, eps=eps)  # PyTorch's: step 01 builds the same by hand
     if norm_type == "rmsnorm":
         return RMSNorm(d_model, eps)
     if norm_type == "none":

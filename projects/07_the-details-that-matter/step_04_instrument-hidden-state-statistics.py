@@ -31,34 +31,42 @@ step_03 = chapters.load_step(7, 3)
 
 
 def tensor_stats(x: torch.Tensor) -> dict[str, float]:
-    """mean, var, min, max and kurtosis over all entries of x: the population's, in float64 where the device has it.
+    """mean, var, min, max and kurtosis of all entries of x.
 
-    kurtosis = mean((x − mean)⁴) / var²: 1 for ±1, 3 for a Gaussian, about n for one spike among n entries; not the
-    excess over 3. A constant tensor has no shape to speak of and gets 0.
+    kurtosis = mean((x - mean)⁴) / var². It is 3 for Gaussian noise, and large when a few entries
+    are much larger than the rest. For a tensor whose entries are all equal it is given as 0.
     """
-    x = x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64)
+    x = x.detach()
+    x = x.float() if x.device.type == "mps" else x.double()  # Apple's GPUs have no float64
     centred = x - x.mean()
-    var = centred.square().mean()  # divided by the number of entries, not one less
+    var = centred.square().mean()
     kurtosis = torch.where(var > 0, (centred * var.rsqrt()).pow(4).mean(), 0)
-    values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()  # one wait for a GPU, not five
-    return dict(zip(("mean", "var", "min", "max", "kurtosis"), values, strict=True))
+    # One tolist(), not five: each waits for the GPU to finish.
+    values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()
+    return dict(zip(("mean", "var", "min", "max", "kurtosis"), values))
 
 
 @torch.no_grad()
 def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float]]:
-    """tensor_stats of the residual stream at its 2L + 1 points, in one forward pass over token ids (B, T).
+    """tensor_stats of the residual stream at its 2L + 1 points, for one batch of token ids (B, T).
 
-    A point is called by what was last written to the stream. A norm reads the stream there, so a hook on the norm's
-    input catches it; the hooks are gone again when the pass is over.
+    A point is named after the layer that wrote to the stream last. At each point a norm reads the
+    stream, so a hook on that norm sees it. (A hook is a function that PyTorch calls when a module
+    runs.)
     """
-    points = iter(["embedding", *(f"blocks.{i}.{part}" for i in range(model.cfg.n_layers) for part in ("attn", "mlp"))])
-    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm_f]
+    points = ["embedding"]
+    norms = []
+    for i, block in enumerate(model.blocks):
+        points += [f"blocks.{i}.attn", f"blocks.{i}.mlp"]
+        norms += [block.norm1, block.norm2]
+    norms.append(model.norm_f)
     stats = {}
 
     def keep(norm: nn.Module, inputs: tuple) -> None:
-        stats[next(points)] = tensor_stats(inputs[0])
+        point = points[len(stats)]  # the norms run in the order of the points
+        stats[point] = tensor_stats(inputs[0])
 
-    hooks = [norm.register_forward_pre_hook(keep) for norm in dict.fromkeys(norms)]
+    hooks = [norm.register_forward_pre_hook(keep) for norm in set(norms)]  # one hook on each norm
     try:
         model(idx)
     finally:

@@ -37,7 +37,7 @@ def gelu_tanh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t.square()) * inner_slope
 
 
-def relu2(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def relu2_pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """max(x, 0)² and its slope 2 max(x, 0) (So et al. 2021): a kink in the slope, none in the function."""
     positive = x.clamp(min=0)
     return positive.square(), 2 * positive
@@ -59,7 +59,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 PAIRS = {
     "gelu": (gelu, F.gelu),
     "gelu_tanh": (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
-    "relu2": (relu2, lambda x: F.relu(x).square()),
+    "relu2": (relu2_pair, lambda x: F.relu(x).square()),
     "silu": (silu, F.silu),
 }
 
@@ -98,7 +98,7 @@ def main() -> int:
     gap = (gelu(x)[0] - gelu_tanh(x)[0]).detach().abs()
     checks.close("largest gap between the two", gap.max(), 4.7e-4, 5e-6)
     checks.close("at |x|", x[gap.argmax()].abs(), 2.70, 0.01)
-    checks.close("E[y²], relu2: E[z⁴]/2", mean_square(relu2), 3 / 2, 1e-9)
+    checks.close("E[y²], relu2: E[z⁴]/2", mean_square(relu2_pair), 3 / 2, 1e-9)
     by_parts = 1 / 3 + 1 / (2 * math.pi * math.sqrt(3))  # E[z² Φ²] = E[Φ²] + 2 E[z Φ φ]
     checks.close("E[y²], gelu: 1/3 + 1/(2π√3)", mean_square(gelu), by_parts, 1e-9)
     two, three = torch.tensor(2.0, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)

@@ -11,6 +11,7 @@ seconds. It trains nothing: build.py does, under two initializations, since the 
 Shapes: C = d_model; an MLP works on the last axis, so any (..., C) will do.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,13 @@ from shared.randomness import generator
 gpt = chapters.load_build(5)
 step_06 = chapters.load_step(7, 6)
 
-DENSE_MLP_TYPES = ("gelu", "relu2", "swiglu")
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)² (So et al. 2021)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"gelu": F.gelu, "relu2": relu2}  # of the plain MLP; a new one is one more entry
+DENSE_MLP_TYPES = (*ACTIVATIONS, "swiglu")
 
 
 @dataclass(frozen=True)
@@ -41,9 +48,12 @@ class MLPConfig(gpt.GPTConfig):
 
 
 def swiglu_hidden(d_model: int, multiple_of: int = 1) -> int:
-    """The 8/3 rule: 3 matrices of C x 8/3 C hold what 2 of C x 4C do. Rounded down, then up to a multiple."""
+    """The 8/3 rule: the width at which SwiGLU has as many weights as a plain MLP with 4C inside.
+
+    3 · C · (8/3)C = 8C² = 2 · C · 4C. Rounded down, then up to a multiple of multiple_of.
+    """
     hidden = 8 * d_model // 3
-    return -(-hidden // multiple_of) * multiple_of
+    return math.ceil(hidden / multiple_of) * multiple_of
 
 
 class SwiGLU(nn.Module):
@@ -61,28 +71,27 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class ModernMLP(gpt.MLP):
-    """Chapter 05's MLP with its activation by name: "gelu" or "relu2" (So et al. 2021)."""
+class ModernMLP(nn.Module):
+    """Chapter 05's MLP with its activation by name, one of ACTIVATIONS."""
 
     def __init__(self, cfg: gpt.GPTConfig):
-        super().__init__(cfg)
-        self.activation = cfg.mlp_type
-        if cfg.d_hidden:
-            self.fc = nn.Linear(cfg.d_model, cfg.d_hidden, bias=cfg.bias)
-            self.proj = gpt.ResidualWriter(cfg.d_hidden, cfg.d_model, bias=cfg.bias)
+        super().__init__()
+        d_hidden = cfg.d_hidden or 4 * cfg.d_model
+        self.activation = ACTIVATIONS[cfg.mlp_type]
+        self.fc = nn.Linear(cfg.d_model, d_hidden, bias=cfg.bias)
+        self.proj = gpt.ResidualWriter(d_hidden, cfg.d_model, bias=cfg.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C)."""
-        if self.activation == "gelu":
-            return super().forward(x)
-        return self.proj(F.relu(self.fc(x)).square())
+        return self.proj(self.activation(self.fc(x)))
 
 
 def make_mlp(cfg: gpt.GPTConfig) -> nn.Module:
-    """The MLP called cfg.mlp_type, one of DENSE_MLP_TYPES. ValueError for any other name."""
+    """The MLP called cfg.mlp_type. ValueError for a name not in DENSE_MLP_TYPES."""
     if cfg.mlp_type == "swiglu":
-        return SwiGLU(cfg.d_model, cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of))
-    if cfg.mlp_type in DENSE_MLP_TYPES:
+        d_hidden = cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of)
+        return SwiGLU(cfg.d_model, d_hidden)
+    if cfg.mlp_type in ACTIVATIONS:
         return ModernMLP(cfg)
     raise ValueError(f"unknown mlp_type {cfg.mlp_type!r}; valid: {', '.join(DENSE_MLP_TYPES)}")
 
@@ -136,7 +145,7 @@ def main() -> int:
         mlp = make_mlp(MLPConfig(d_model=12, n_heads=3, mlp_type=mlp_type, d_hidden=17))
         for p in mlp.parameters():
             nn.init.normal_(p, std=0.5, generator=draw)
-        activation = {"gelu": step_06.gelu, "relu2": step_06.relu2}[mlp_type]
+        activation = {"gelu": step_06.gelu, "relu2": step_06.relu2_pair}[mlp_type]
         reference = F.linear(activation(F.linear(x, mlp.fc.weight, mlp.fc.bias))[0], mlp.proj.weight, mlp.proj.bias)
         checks.close(f"{mlp_type}, 12 -> 17 -> 12", mlp(x), reference, 1e-5)
     unknown = MLPConfig(mlp_type="gleu")

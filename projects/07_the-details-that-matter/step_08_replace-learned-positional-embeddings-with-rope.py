@@ -29,50 +29,59 @@ gpt = chapters.load_build(5)
 def build_rope_cache(
     seq_len: int, head_dim: int, device: torch.device | str = "cpu", base: float = 10_000.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position · base^(−2i/D) for pair i, each (seq_len, D/2) in float32 (Su et al. 2021, eq. 34).
+    """The table: cosine and sine of the angle of pair i at position t, each (T, D/2), float32.
 
-    In float64 and cast last: float32 angles are 1e-3 off at position 100,000. ValueError for an odd head_dim.
+    Pair i turns by base^(-2i/D) radians a position (Su et al. 2021, eq. 15). ValueError if
+    head_dim is odd.
     """
     if head_dim % 2:
-        raise ValueError(f"RoPE turns pairs of channels, so head_dim must be even, got {head_dim}")
-    inverse_frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), inverse_frequency)
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+        raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
+    pair = torch.arange(head_dim // 2, dtype=torch.float64)
+    speed = base ** (-2 * pair / head_dim)  # radians a position: 1 for pair 0, then slower
+    position = torch.arange(seq_len, dtype=torch.float64)
+    angle = torch.outer(position, speed)
+    # float64 until here: at position 100,000 an angle in float32 is off by some thousandths.
+    return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """A quarter turn of each pair of neighbouring channels: (x0, x1) -> (−x1, x0)."""
-    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    """A quarter turn of every pair: (x0, x1) becomes (-x1, x0). The name is the customary one."""
+    x0 = x[..., 0::2]
+    x1 = x[..., 1::2]
+    return torch.stack((-x1, x0), dim=-1).flatten(-2)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn pair i of x (..., T, D) at position t by the angle in cos[t, i], sin[t, i]; ValueError beyond the table."""
+    """Turn row t of x (..., T, D) by row t of the table; ValueError if it has fewer (eq. 34)."""
     T = x.shape[-2]
     if T > cos.shape[0]:
         raise ValueError(f"{T} positions don't fit a RoPE table of {cos.shape[0]}")
-    cos = cos[:T].repeat_interleave(2, dim=-1)  # (T, D): both channels of a pair turn by the same angle
+    cos = cos[:T].repeat_interleave(2, dim=-1)  # (T, D): one angle for both channels of a pair
     sin = sin[:T].repeat_interleave(2, dim=-1)
+    # Turning a pair: cos times the pair plus sin times its quarter turn.
     return (x * cos + rotate_half(x) * sin).to(x.dtype)
 
 
 class RotaryAttention(gpt.CausalSelfAttention):
-    """Chapter 05's attention with queries and keys turned by their position (Su et al. 2021)."""
+    """Chapter 05's attention with queries and keys turned. Values carry content, not position."""
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
-        self.block_size, self.rope_base = cfg.block_size, cfg.rope_base
+        # Plain attributes, not buffers: model.bfloat16() would round a buffer.
         self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
 
-    def _apply(self, fn, recurse=True):
-        """The tables follow the model to its device but never its dtype: `.bfloat16()` leaves them float32."""
-        super()._apply(fn, recurse)
-        self.cos, self.sin = build_rope_cache(self.block_size, self.head_dim, self.qkv.weight.device, self.rope_base)
-        return self
+    def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin on the device of the input: moved there at the first call."""
+        if self.cos.device != device:
+            self.cos = self.cos.to(device)
+            self.sin = self.sin.to(device)
+        return self.cos, self.sin
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (B, T, C) -> turned queries, turned keys, values, each (B, H, T, D)."""
+        """x (B, T, C) -> queries, keys, values, each (B, H, T, D)."""
+        cos, sin = self.tables(x.device)
         q, k, v = super().heads(x)
-        return apply_rope(q, self.cos, self.sin), apply_rope(k, self.cos, self.sin), v
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
 def apply_rope_half_split(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class ExpertsConfig(MLPConfig):
 
 
 class MoE(nn.Module):
-    """n_experts SwiGLU MLPs of which each token uses the top_k that the router prefers (Shazeer et al. 2017)."""
+    """n_experts SwiGLU MLPs; each token uses the top_k that the router prefers (Shazeer 2017)."""
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__()
@@ -50,26 +50,26 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(cfg.d_model, d_hidden) for _ in range(cfg.n_experts))
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens x (N, C) -> gates (N, k), which sum to 1, and the experts' numbers (N, k), the best first.
-
-        In float32 whatever x is, under autocast too. Equal logits go to the lowest number: a stable sort promises
-        that, topk doesn't.
-        """
-        with torch.autocast(x.device.type, enabled=False):
+        """Tokens x (N, C) -> gates (N, k) of sum 1, and the chosen experts (N, k), best first."""
+        with torch.autocast(x.device.type, enabled=False):  # choose in float32, whatever x is
             logits = F.linear(x.float(), self.router.weight.float())  # (N, E)
-        probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        gates, chosen = probabilities[:, : self.top_k], order[:, : self.top_k]
+        probabilities = logits.softmax(-1)
+        # A stable sort keeps equal probabilities in the order of the experts; topk may not.
+        probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        chosen = order[:, : self.top_k]
+        gates = probabilities[:, : self.top_k]
         return gates / gates.sum(-1, keepdim=True), chosen
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C): each token's experts, weighted by its gates."""
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.reshape(-1, x.shape[-1])  # (N, C)
         gates, chosen = self.route(tokens)
         y = torch.zeros_like(tokens)
         for e, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == e)  # who chose this expert, and as their how-manieth
-            weighted = gates[token, slot, None] * expert(tokens[token])
-            y = y.index_add(0, token, weighted.to(y.dtype))
+            # Which tokens chose expert e, and whether as their first choice (0), second (1), …
+            token, choice = torch.where(chosen == e)
+            weighted = gates[token, choice, None] * expert(tokens[token])
+            y = y.index_add(0, token, weighted.to(y.dtype))  # add each row to its token's row of y
         return y.view_as(x)
 
 

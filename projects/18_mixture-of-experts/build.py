@@ -247,7 +247,7 @@ class GroupedMoE(modern.MoE):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """x (..., C) -> (..., C), and the Routing of its N tokens."""
         tokens = x.reshape(-1, x.shape[-1])
-        # Autocast would turn the router's product to bfloat16, too coarse to choose by (step 11).
+        # Autocast would turn the router's product to bfloat16, too coarse to choose by (step 12).
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.router.weight.float())
         weight, chosen = self.decide(logits)

@@ -1,12 +1,21 @@
 """Step 01: look inside the router.
 
-Chapter 07's sparse layer hides its one new idea in route(): a matrix, a softmax, the k best. This step takes that
-router as it is and asks the five questions on which implementations differ: where the softmax goes, what happens to
-ties, in which precision, where noise goes, and what becomes of the gradient at k = 1. It leaves the experts alone.
+A sparse layer holds several MLPs, the experts, and sends each token to a few of them. Who decides?
+A router: one matrix that gives each token a score for each expert. The k best experts compute the
+token, and their outputs are added, each times its share: its gate.
+
+Three questions about these few lines decide whether a router works:
+- Is the softmax taken over all experts or over the chosen ones? It makes no difference, as long as
+  the gates of the chosen are divided by their sum.
+- Who wins a tie? Here the lowest number. torch.topk promises nothing, so another device may choose
+  other experts, and a router that starts at zero has nothing but ties.
+- May a token have a single expert, k = 1? Not with these gates: one probability divided by itself
+  is 1, whatever the router says. A constant has no gradient, so the router never learns. Either
+  k is at least 2, or the gate is the probability itself, as in step 05.
 
     python step_01_look-inside-the-router.py
 
-prints five tokens' routes, the ties of torch.topk and the checks; about three seconds.
+draws outputs/step_01.png. Step 12 disturbs the scores; the experts come in step 03.
 
 Shapes: N tokens, C = d_model, E experts, k = top_k.
 """
@@ -15,129 +24,93 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, console
+from shared import chapters, cli, console, figures
 from shared.checks import Checks
 from shared.randomness import generator
 
 modern = chapters.load_build(7)
 
+# ---------------------------------------------------------------- the idea
+
 
 def top_k_mask(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """scores (N, E) -> (N, E) bool, true at each row's k largest; of equal ones the lowest numbers win."""
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]  # topk doesn't promise an order of ties
+    """scores (N, E) -> (N, E) bool, true at each row's k largest.
+
+    Of equal scores the lowest expert numbers win: a stable sort promises that, torch.topk doesn't.
+    """
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
 
 
-class JitteredMoE(modern.MoE):
-    """Switch's exploration noise (Fedus et al. 2022, section 2.4): the router's input times 1 ± jitter.
-
-    In training only, and on a copy: the experts compute on the tokens as they are.
-    """
-
-    jitter = 0.3
-
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.training:
-            noise = torch.rand(x.shape, generator=self.draw)
-            x = x * (1 + self.jitter * (2 * noise - 1))  # not x *= ..., which would change what the experts see
-        return super().route(x)
+def route(x: torch.Tensor, router: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens x (N, C), router (E, C) -> probabilities (N, E) and gates (N, E), 0 if not chosen."""
+    logits = x @ router.T
+    probabilities = logits.softmax(-1)
+    kept = probabilities * top_k_mask(probabilities, k)
+    return probabilities, kept / kept.sum(-1, keepdim=True)
 
 
-class SwitchGate(modern.MoE):
-    """Chapter 07's router with the probability itself for a gate: nothing is divided out."""
-
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        probabilities = self.router(x).softmax(-1)
-        best = probabilities.max(-1, keepdim=True)
-        return best.values, best.indices
-
-
-def make(cls: type, n_experts: int, top_k: int, d_model: int = 12) -> modern.MoE:
-    """A layer of class cls with random weights, the same for every class."""
-    cfg = modern.ModernConfig(d_model=d_model, n_heads=1, d_hidden=7, n_experts=n_experts, top_k=top_k)
-    layer, draw = cls(cfg), generator(1, "step_01", n_experts, d_model)
-    for p in layer.parameters():
-        nn.init.normal_(p, std=0.4, generator=draw)
-    layer.draw = generator(1, "step_01", "jitter")
-    return layer
+def router_gradient(k: int, divide: bool) -> float:
+    """The size of the router's gradient, with gates divided by their sum or as they are."""
+    draw = generator(1, "step_01", "gradient")
+    router = torch.randn(5, 12, generator=draw).requires_grad_()
+    x = torch.randn(64, 12, generator=draw)
+    worth = torch.randn(64, 5, generator=draw)  # how much the loss would fall by each expert
+    probabilities, gates = route(x, router, k)
+    if not divide:
+        gates = probabilities * (gates > 0)
+    (gates * worth).sum().div(64).backward()
+    return router.grad.norm().item()
 
 
-def router_gradient(cls: type) -> float:
-    """The norm of the router's gradient in a layer of 5 experts and k = 1, for a random upstream gradient."""
-    moe, draw = make(cls, n_experts=5, top_k=1), generator(1, "step_01", "gradient")
-    x, dy = torch.randn(2, 64, 12, generator=draw)
-    (moe(x) * dy).sum().div(len(x)).backward()
-    return moe.router.weight.grad.norm().item()
+# ---------------------------------------------------------------- look at it
 
 
-def check_precision(checks: Checks) -> None:
-    """Which share of 4,096 tokens goes elsewhere if the router computes in bfloat16, and if only its input is."""
-    moe = make(modern.MoE, n_experts=16, top_k=3, d_model=24)
-    x = torch.randn(4096, 24, generator=generator(1, "step_01", "precision"))
-    exact = top_k_mask(x.double() @ moe.router.weight.double().T, 3)
-
-    def moved(chosen: torch.Tensor) -> float:
-        ours = torch.zeros_like(exact).scatter(1, chosen, True)
-        return (ours != exact).any(1).double().mean().item()
-
-    coarse = moved((x.bfloat16() @ moe.router.weight.bfloat16().T).topk(3).indices)
-    with torch.autocast("cpu", torch.bfloat16):  # turns every product to bfloat16, unless told not to
-        gates, chosen = moe.route(x)
-    console.say(f"\nIn bfloat16 {coarse:.1%} of 4,096 tokens go to other experts than in float64.")
-    checks.between("tokens that bfloat16 logits send elsewhere", coarse, 0.001, 0.05)
-    checks.equal("tokens that chapter 07's router does, under autocast", moved(chosen), 0.0)
-    checks.equal("its gates are", str(gates.dtype), "torch.float32")
-
-
-def check_noise(checks: Checks) -> None:
-    moe = make(JitteredMoE, n_experts=5, top_k=2)
-    x = torch.randn(64, 12, generator=generator(1, "step_01", "noise"))
-    before, plain = x.clone(), make(modern.MoE, n_experts=5, top_k=2).route(x)[1]
-    moved = (moe.train().route(x)[1] != plain).any(1).double().mean().item()
-    checks.between("in training, tokens that jitter sends elsewhere", moved, 0.05, 0.95)
-    checks.equal("in evaluation: none", int((moe.eval().route(x)[1] != plain).any(1).sum()), 0)
-    for expert in moe.experts:
-        expert.load_state_dict(moe.experts[0].state_dict())
-    checks.close(
-        "identical experts, noisy router: the dense MLP of the clean x", moe.train()(x), moe.experts[0](x), 1e-4
-    )
-    checks.equal("and x is unharmed", x, before)
+def draw_picture(probabilities: torch.Tensor, gates: torch.Tensor) -> Path:
+    """Each token's probabilities as shades, with a gate written where an expert is chosen."""
+    figure = figures.new_figure(8, 4)
+    axes = figure.subplots()
+    axes.imshow(probabilities.T, cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
+    for n, e in (gates > 0).nonzero().tolist():
+        axes.text(n, e, f"{gates[n, e]:.2f}", ha="center", va="center", fontsize=12)
+    axes.set(xlabel="token", ylabel="expert", xticks=range(len(gates)), yticks=range(5))
+    axes.set_title("Shade: probability. Number: gate of the chosen")
+    return figures.save(figure, __file__)
 
 
 def main() -> int:
-    moe = make(modern.MoE, n_experts=5, top_k=2)
-    x = torch.randn(64, 12, generator=generator(1, "step_01", "x"))
-    logits = x @ moe.router.weight.T
-    gates, chosen = moe.route(x)
-    rows = [
-        [str(n), "  ".join(f"{v:+.2f}" for v in logits[n]), f"{c[0]}, {c[1]}", f"{g[0]:.3f}, {g[1]:.3f}"]
-        for n, (c, g) in enumerate(zip(chosen[:5].tolist(), gates[:5].tolist()))
-    ]
-    console.say(console.Table(["token", "logits of experts 0 to 4", "chosen", "gates"], rows))
+    draw = generator(1, "step_01")
+    x = torch.randn(10, 12, generator=draw)
+    router = 0.4 * torch.randn(5, 12, generator=draw)
+    probabilities, gates = route(x, router, k=2)
+    console.say(f"In {draw_picture(probabilities, gates)}")
+    console.say("each token has two numbers. They stand where its column is darkest, and sum to 1.")
+    console.say()
+
+    rows = []
+    for k, divide in ((2, True), (1, True), (1, False)):
+        name = "divided by their sum" if divide else "the probability itself"
+        rows.append([str(k), name, f"{router_gradient(k, divide):.0e}"])
+    console.say(console.Table(["k", "gates", "size of the router's gradient"], rows))
+    console.say("\nThe second row is rounding, not a gradient: such a router never learns.")
 
     checks = Checks()
+    logits = x @ router.T
     best = logits.topk(2)
-    checks.equal("no ties here, so topk chooses the same", chosen, best.indices)
-    checks.close("softmax, top-k, renormalise = top-k, softmax", gates, best.values.softmax(-1), 1e-6)
-    tied = torch.zeros(3, 8)
-    console.say(f"\nOf eight equal logits torch.topk takes {tied[0].topk(3).indices.tolist()} here, and it may.")
-    checks.equal(
-        "of eight equal logits ours are always", top_k_mask(tied, 3)[0].nonzero().flatten().tolist(), [0, 1, 2]
-    )
-    halves = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
-    checks.equal("of a tie at the border", top_k_mask(halves, 4)[0].nonzero().flatten().tolist(), [1, 2, 3, 4])
-    nn.init.zeros_(moe.router.weight)
-    checks.equal("chapter 07's too", moe.route(x)[1].unique(dim=0).tolist(), [[0, 1]])
-    check_precision(checks)
-    check_noise(checks)
-    frozen, alive = router_gradient(modern.MoE), router_gradient(SwitchGate)
-    console.say(f"At k = 1 the router's gradient is {frozen:.1e} renormalised, {alive:.1e} otherwise.")
-    checks.between("k = 1 renormalised: every gate is 1, no gradient but rounding", frozen, 0, 1e-6)
-    checks.between("k = 1 with the probability: a gradient", alive, 1e-2, 10)
+    of_chosen = torch.zeros(10, 5).scatter(1, best.indices, best.values.softmax(-1))
+    checks.close("softmax over all = over the chosen", gates, of_chosen, 1e-6)
+    layer = modern.MoE(modern.ModernConfig(d_model=12, n_heads=1, n_experts=5, top_k=2))
+    layer.router.weight.data = router
+    their_gates, chosen = layer.route(x)
+    by_layer = torch.zeros(10, 5).scatter(1, chosen, their_gates)
+    checks.close("chapter 07's layer: the same gates", gates, by_layer, 1e-6)
+    tied = top_k_mask(torch.zeros(1, 8), 3)[0].nonzero().flatten().tolist()
+    checks.equal("eight tie for three places: the lowest", tied, [0, 1, 2])
+    checks.between("k = 1, divided: only rounding", router_gradient(1, True), 0, 1e-6)
+    checks.between("k = 1, the probability: a gradient", router_gradient(1, False), 0.01, 10)
     return checks.report()
 
 

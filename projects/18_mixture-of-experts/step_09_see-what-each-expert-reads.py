@@ -1,148 +1,128 @@
 """Step 09: see what each expert reads.
 
-Step 08 put experts into a model; this one looks at what a trained one does with them: how even the load is, which
-experts nobody uses, and how far the kind of token decides the expert. It leaves out what an expert computes.
+Do experts specialise? Take a trained model, route a text, and count which characters go to which
+expert. Two numbers sum the counts up.
+
+The first: of all '(' in the text, which part goes to expert 3? An expert's favourites are the
+characters of which it gets the largest parts.
+
+The second, called "told": if you know the character, how much better can you guess its expert?
+0 is no better, 1 is with certainty. It compares two entropies: the uncertainty about the expert,
+and what is left of it when the character is known (the difference is the mutual information). For
+example, with two characters and two experts:
+
+    always the same expert for a character    3 0    told 1
+                                              0 3
+    three times in four                       3 1    told 0.19
+                                              1 3
+    no matter which character                 2 2    told 0
+                                              2 2
+
+An untrained router isn't at 0: it is random, but sends equal characters to equal experts. So
+measure before and after.
 
     python step_09_see-what-each-expert-reads.py
 
-trains a small sparse model for 60 steps, prints what its experts read and the checks; about eight seconds.
+trains a small model for 60 steps, prints its experts' favourites and draws outputs/step_09.png.
 
-V kinds of token, E experts, L layers."""
+Shapes: V characters, E experts, L layers.
+"""
 
-import math
 import sys
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, comparison, console, data, figures, kernels, report, training
+from shared import chapters, cli, console, data, figures, training
 from shared.checks import Checks
-from shared.comparison import Result
-from shared.console import Table
 
-SHOWN = 6  # so many kinds of token are named for an expert,
-COMMON = 200  # of those that are at least one in so many tokens: rare ones go anywhere by chance
-MEASURES = {  # what look_inside() finds: the header and format of its column, and what it means
-    "max_violation": ("MaxVio", ".2f", "the busiest expert's load over the mean load, minus 1; 0 is perfect balance"),
-    "dead": ("dead", ".1f", "experts of all layers that no token of the validation part reached"),
-    "dropped": ("dropped", ".1%", "tokens that no expert computed"),
-    "entropy": ("entropy", ".2f", "of the router's probabilities, as a part of ln E, its largest"),
-    "told": ("told", ".2f", "how much of the uncertainty about its expert the kind of a token takes away, 0 to 1"),
-    "told_untrained": ("untrained", ".2f", "the same before training: a random router also treats equals alike"),
-}
+build = chapters.load_build(18)
 
+SHOWN = 6  # how many tokens are named for an expert
+COMMON = 200  # only tokens that are at least one in this many: rare ones go anywhere by chance
 
-@torch.no_grad()
-def route(model: nn.Module, corpus: data.Corpus) -> tuple[torch.Tensor, float, float]:
-    """Route the validation part: how often each kind met each expert (L, V, E), the part of tokens that met none,
-    and the mean entropy of the router's probabilities over ln E."""
-    L, V, E = model.cfg.n_layers, corpus.vocab_size, model.cfg.n_experts
-    counts, dropped, entropy, n = torch.zeros(L, V, E, dtype=torch.float64), 0, 0.0, 0
-    device = next(model.parameters()).device
-    for idx, _ in data.all_windows(corpus.validation, model.cfg.block_size, training.EVAL_BATCH):
-        for layer, (logits, chosen) in enumerate(model.forward_with_routing(idx.to(device))[2]):
-            for e, taken in enumerate(chosen.cpu().unbind(1)):
-                counts[layer, :, e] += torch.bincount(idx.flatten()[taken], minlength=V)
-            dropped += (~chosen.any(1)).sum().item()
-            entropy += torch.special.entr(logits.softmax(-1)).sum().item()
-            n += idx.numel()
-    return counts, dropped / n, entropy / n / math.log(E)
+# ---------------------------------------------------------------- the idea
 
 
 def information(counts: torch.Tensor) -> float:
-    """How much of the uncertainty about the column the row takes away: I(row; column) / H(column) of counts (V, E)."""
+    """How much the row tells about the column: counts (V, E) -> 0, nothing, to 1, everything.
+
+    The columns' entropy H is what a guess must overcome; I is by how much knowing the row lowers
+    it (the mutual information). This is I / H.
+    """
     p = counts / counts.sum()
-    joint, rows, columns = (torch.special.entr(x).sum() for x in (p, p.sum(1), p.sum(0)))
-    return ((rows + columns - joint) / columns).item() if columns > 0 else 0.0
+    joint = torch.special.entr(p).sum()
+    rows = torch.special.entr(p.sum(1)).sum()
+    columns = torch.special.entr(p.sum(0)).sum()
+    if columns == 0:
+        return 0.0  # one column takes all: there is nothing to tell
+    return ((rows + columns - joint) / columns).item()
 
 
 def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[int, float]]]:
-    """For each expert the kinds of which it gets the largest parts, as (kind, part of its tokens).
+    """For each expert the tokens of which it gets the largest parts, as (token id, part).
 
-    counts (V, E), totals (V) how often each kind occurs at all.
+    counts (V, E); totals (V,) how often each token occurs at all.
     """
-    parts = torch.where(totals * COMMON >= totals.sum(), counts.t() / totals, 0.0)  # (E, V)
+    common = totals * COMMON >= totals.sum()
+    parts = torch.where(common, counts.t() / totals, 0.0)  # (E, V)
     best = parts.topk(min(SHOWN, len(totals)))
-    return [list(zip(*row)) for row in zip(best.indices.tolist(), best.values.tolist())]
+    pairs = zip(best.indices.tolist(), best.values.tolist())
+    return [list(zip(tokens, values)) for tokens, values in pairs]
 
 
-def look_inside(model: nn.Module, untrained: nn.Module, corpus: data.Corpus) -> dict:
-    """The MEASURES of a model, and the load and favourites of its last layer; plain data."""
-    counts, dropped, entropy = route(model.eval(), corpus)
-    load = counts.sum(1)  # (L, E)
-    best = favourites(counts[-1], torch.bincount(corpus.validation[:-1], minlength=corpus.vocab_size))
-    return {
-        "max_violation": (load.amax(1) / load.mean(1) - 1).mean().item(),
-        "dead": (load == 0).sum().item(),
-        "dropped": dropped,
-        "entropy": entropy,
-        "told": sum(map(information, counts)) / len(counts),
-        "told_untrained": sum(map(information, route(untrained.eval(), corpus)[0])) / len(counts),
-        "load": (load[-1] / load[-1].sum()).tolist(),
-        "favourites": [[(repr(corpus.tokenizer.decode([i])), part) for i, part in row if part > 0] for row in best],
-    }
+# ---------------------------------------------------------------- look at it
 
 
-def describe(results: list[Result], variants: list[str], shown: str) -> list[str | Table]:
-    """The MEASURES of each variant, in means over seeds, and the favourites of one at its first seed."""
-
-    def cell(variant: str, key: str) -> str:
-        return report.number(comparison.mean_of(results, variant, lambda r: r.found[key]), MEASURES[key][1])
-
-    rows = [[variant, *(cell(variant, key) for key in MEASURES)] for variant in variants]
-    table = Table(["model", *(header for header, _, _ in MEASURES.values())], rows)
-    legend = "\n".join(f"- {header}: {meaning}" for header, _, meaning in MEASURES.values())
-    found = next((r.found for r in results if r.run.variant == shown and r.found), {"load": [], "favourites": []})
-    head = "What the routers do with the validation part, means over seeds:"
-    return [head, table, legend, f"What {shown} reads (last layer, first seed):", favourites_table(found)]
+def make(corpus: data.Corpus) -> build.SparseGPT:
+    model = build.SparseGPT(build.SparseConfig(), corpus.vocab_size)
+    build.gpt.init_parameters(model, seed=1)
+    return model
 
 
-def favourites_table(found: dict) -> Table:
-    reads = [", ".join(f"{name} {part:.0%}" for name, part in names) for names in found["favourites"]]
-    rows = [[str(e), f"{load:.0%}", names] for e, (load, names) in enumerate(zip(found["load"], reads))]
-    return Table(["expert", "load", "of which tokens it gets the largest parts"], rows)
-
-
-def load_figure(results: list[Result]) -> dict:
-    """expert_load.png, the loads over training in the first and last layer; no figure where nobody looked."""
-    panels = {}
-    for result in results:
-        seen = [o for o in result.history.observations if "loads" in o]
-        for n in sorted({0, len(seen[0]["loads"]) - 1}) if seen else []:
-            line = (f"layer {n + 1}", [o["step"] for o in seen], [o["loads"][n] for o in seen])
-            panels.setdefault(result.run.variant, []).append(line)
-    title = "Load by expert over training, first seed; bands of one height are perfect balance"
-    return {"expert_load.png": figures.shares(panels, "step", "part of the load", title)} if panels else {}
+def draw_picture(parts: torch.Tensor, names: list[str]) -> Path:
+    """The part of each character that goes to each expert: parts (E, characters)."""
+    figure = figures.new_figure(9, 3.4)
+    axes = figure.subplots()
+    image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.set(xlabel="character", ylabel="expert", yticks=range(len(parts)))
+    axes.set_xticks(range(len(names)), names)
+    figure.colorbar(image, label="part of it that the expert gets")
+    return figures.save(figure, __file__)
 
 
 def main() -> int:
-    build = chapters.load_build(18)
     corpus = data.load_corpus("docs", "char", build.SparseConfig().block_size)
-    experiment, config = build.SparseOrDense(), vars(build.SparseConfig())
-    model, untrained = (experiment.build_model("", config, corpus.vocab_size, seed=1) for _ in range(2))
-    settings = training.TrainingSettings(steps=60)
-    with kernels.fastest_float32():
-        training.train(model, corpus, settings, seed=1, training_loss=experiment.training_loss)
-        found = look_inside(model, untrained, corpus)
-        pairs = int(route(model, corpus)[0].sum())
-    console.say("Top-2 of 8 experts with the auxiliary loss, after 60 steps, the last layer:")
+    model = make(corpus)
+    training.train(model, corpus, training.TrainingSettings(steps=60), seed=1)
+    counts, _, _ = build.count_meetings(model, corpus)  # (L, V, E)
+    before, _, _ = build.count_meetings(make(corpus), corpus)
+    totals = torch.bincount(corpus.validation[:-1], minlength=corpus.vocab_size)
+    rows = []
+    for e, best in enumerate(favourites(counts[-1], totals)):
+        names = [f"{corpus.tokenizer.decode([i])!r} {part:.0%}" for i, part in best if part > 0.005]
+        rows.append([str(e), ", ".join(names)])
+    console.say("Top-2 of 8 experts after 60 steps, last layer:")
     console.say()
-    console.say(favourites_table(found))
-    console.say(f"\nOf the uncertainty about its expert a token's kind takes away {found['told']:.0%},")
-    console.say(f"and took {found['told_untrained']:.0%} before training.")
+    console.say(console.Table(["expert", "characters of which it gets the largest parts"], rows))
+    told = information(counts[-1])
+    told_before = information(before[-1])
+    console.say(f"\nTold: {told:.2f}, and {told_before:.2f} before training. So some of this table is")
+    console.say("chance, and some was learned. It says who reads what, not what an expert computes.")
+    common = totals.topk(24).indices
+    parts = counts[-1, common].T / totals[common]
+    names = [repr(corpus.tokenizer.decode([i]))[1:-1] for i in common.tolist()]
+    console.say(f"The picture, with all experts, is {draw_picture(parts, names)}.")
 
     checks = Checks()
-    checks.close("one expert for each kind: 1", information(torch.diag(torch.tensor([3.0, 4.0, 5.0]))), 1, 1e-6)
-    checks.close("kind and expert independent: 0", information(torch.ones(5, 3)), 0, 1e-6)
-    noisy = torch.tensor([[3.0, 1.0], [1.0, 3.0]])  # a channel that errs one time in four carries 1 − h(1/4) bits
-    checks.close("wrong one time in four", information(noisy), 0.1887219, 1e-6)
-    counts, totals = torch.tensor([[30.0, 10.0], [5.0, 15.0], [0.1, 0.0]]), torch.tensor([40.0, 20.0, 0.1])
-    by_hand = [[(0, 0.75), (1, 0.25), (2, 0.0)], [(1, 0.75), (0, 0.25), (2, 0.0)]]
-    checks.equal("favourites of a table by hand", favourites(counts, totals), by_hand)
-    checks.equal("pairs of a token and an expert", pairs, (len(corpus.validation) - 1) * 2 * 2)  # layers, k
+    certain = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+    checks.close("one expert for each character: told 1", information(certain), 1, 1e-6)
+    mostly = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
+    checks.close("the same three times in four", information(mostly), 0.1887219, 1e-6)
+    checks.close("any expert: told 0", information(torch.full((5, 3), 2.0)), 0, 1e-6)
+    checks.equal("choices: 2 layers, 2 experts a token", int(counts.sum()), 4 * int(totals.sum()))
     return checks.report()
 
 

