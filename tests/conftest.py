@@ -35,8 +35,8 @@ from shared.sabotage import Reading, examine
 LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what another one makes
 ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
 # A test that asks for one of these is slow: it starts processes or trains.
-SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined"}
-REAL_MODEL = re.compile(r"test_37_model|\[37[-_]")
+SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined", "text_file"}
+REAL_MODEL = re.compile(r"test_37_(model|steps)|(test_step_holds|test_break_it).*\[37[-_]")
 BREAK_IT = re.compile(r"test_(\d\d)_break_it|test_break_it.*\[(\d\d)[-_]")
 
 
@@ -60,14 +60,17 @@ def group_of(nodeid: str) -> str | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what is slow and what stays in one worker: before pytest-xdist looks for the marks."""
+    group = group_of(item.nodeid)
+    if group:
+        item.add_marker(pytest.mark.xdist_group(group))
+    if group or SLOW_FIXTURES & set(item.fixturenames):
+        item.add_marker("slow")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow; between two workers it comes first, so that both end at the same time."""
-    for item in items:
-        if SLOW_FIXTURES & set(item.fixturenames):
-            item.add_marker("slow")
-        if group := group_of(item.nodeid):
-            item.add_marker(pytest.mark.xdist_group(group))
+    """Between two workers, what is slow comes first, so that both end at the same time."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 

@@ -260,6 +260,7 @@ def test_no_field_is_left_out():
     assert {field.name for field in dataclasses.fields(modern.ModernConfig)} == set(CHANGES)
 
 
+@pytest.mark.slow
 def test_the_start_can_be_changed_for_a_whole_run(modern, tmp_path, monkeypatch):
     """--set changes a field of every variant."""
     import json
