@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Before torch is imported: two OpenMP threads on a busy core are far slower than one.
 # Child processes inherit it.
@@ -60,12 +61,23 @@ def group_of(nodeid: str) -> str | None:
     return None
 
 
+class ByGroup(LoadScopeScheduling):
+    """Hands out groups, the largest first, and then test after test.
+
+    pytest-xdist has the like (`--dist loadgroup`), but its 3.8.0 writes the group into a name that
+    pytest 9.2 no longer reads, and then there are no groups, without a word.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid) or nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByGroup:
+    return ByGroup(config, log)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what is slow and what stays in one worker: before pytest-xdist looks for the marks."""
-    group = group_of(item.nodeid)
-    if group:
-        item.add_marker(pytest.mark.xdist_group(group))
-    if group or SLOW_FIXTURES & set(item.fixturenames):
+    if group_of(item.nodeid) or SLOW_FIXTURES & set(item.fixturenames):
         item.add_marker("slow")
 
 

@@ -1,6 +1,5 @@
 """What the suite itself stands on: a value that several workers ask for is made by one of them."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -65,7 +64,7 @@ def test_what_fails_fails_for_all_with_the_reason(workers):
         ("tests/test_steps.py::test_step_holds[37-05_run-it]", "the real model"),
         ("tests/test_break_it.py::test_each_sabotage[37-no-rope]", "the real model"),
         ("tests/test_break_it.py::test_each_sabotage[07-no-eps]", "break_it 07"),
-        ("tests/test_break_it.py::test_a_case_is_well_formed[18_mixture-of-experts]", "break_it 18"),
+        ("tests/test_break_it.py::test_a_case_is_well_formed[18_mixture]", "break_it 18"),
         ("tests/test_05_break_it.py::test_loud[no-residual]", "break_it 05"),
         ("tests/test_steps.py::test_step_holds[07-05_train]", None),
         ("tests/test_steps.py::test_step_keeps_to_its_form[37-05_run-it]", None),
@@ -75,11 +74,4 @@ def test_what_fails_fails_for_all_with_the_reason(workers):
 def test_what_shares_a_model_stays_in_one_worker(request, nodeid, group):
     conftest = request.config.pluginmanager.getplugin(str(CONFTEST))
     assert conftest.group_of(nodeid) == group
-
-
-def test_the_groups_reach_the_worker(request):
-    """pytest-xdist writes a test's group behind its name, if the mark came in time."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        for item in request.session.items:
-            mark = item.get_closest_marker("xdist_group")
-            assert mark is None or item.nodeid.endswith(f"@{mark.args[0]}"), item.nodeid
+    assert conftest.ByGroup._split_scope(None, nodeid) == (group or nodeid)
