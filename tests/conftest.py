@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Before torch is imported: two OpenMP threads on a busy core are far slower than one.
 # Child processes inherit it.
@@ -35,9 +36,9 @@ from shared.sabotage import Reading, examine
 LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what another one makes
 ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
 # A test that asks for one of these is slow: it starts processes or trains.
-SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined"}
-# Tests of a model of half a gigabyte: one worker runs them all, and loads it once.
-REAL_MODEL = re.compile(r"test_37_model|\[37[-_]")
+SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined", "text_file"}
+REAL_MODEL = re.compile(r"test_37_(model|steps)|(test_step_holds|test_break_it).*\[37[-_]")
+BREAK_IT = re.compile(r"test_(\d\d)_break_it|test_break_it.*\[(\d\d)[-_]")
 
 
 # ---------------------------------------------------------------- workers
@@ -50,14 +51,38 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if alone else 2
 
 
-@pytest.hookimpl(tryfirst=True)
+def group_of(nodeid: str) -> str | None:
+    """The name of what stays in one worker, since its tests have models in common: the real one of
+    chapter 37, half a gigabyte, and the healthy ones that each break_it.py trains."""
+    if REAL_MODEL.search(nodeid):
+        return "the real model"
+    if found := BREAK_IT.search(nodeid):
+        return f"break_it {found[1] or found[2]}"
+    return None
+
+
+class ByGroup(LoadScopeScheduling):
+    """Hands out groups, the largest first, and then test after test.
+
+    pytest-xdist has the like (`--dist loadgroup`), but its 3.8.0 writes the group into a name that
+    pytest 9.2 no longer reads, and then there are no groups, without a word.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid) or nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByGroup:
+    return ByGroup(config, log)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if group_of(item.nodeid) or SLOW_FIXTURES & set(item.fixturenames):
+        item.add_marker("slow")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow; between two workers it comes first, so that both end at the same time."""
-    for item in items:
-        if SLOW_FIXTURES & set(item.fixturenames):
-            item.add_marker("slow")
-        if REAL_MODEL.search(item.nodeid):
-            item.add_marker(pytest.mark.xdist_group("the real model"))
+    """Between two workers, what is slow comes first, so that both end at the same time."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 

@@ -226,6 +226,7 @@ def test_impossible_wishes_are_refused(gpt, arguments, length):
         gpt.generate(Counting(), torch.zeros(1, length, dtype=torch.long), 3, **arguments)
 
 
+@pytest.mark.slow
 def test_the_run_says_how_much_likelier_the_true_token_became(gpt, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text"
     text.write_text("abcd" * 400, encoding="utf-8")
@@ -243,6 +244,7 @@ def test_the_run_says_how_much_likelier_the_true_token_became(gpt, tmp_path, mon
     assert record["runs"][0]["found"]["sample"].startswith(record["runs"][0]["found"]["prompt"])
 
 
+@pytest.mark.slow
 def test_the_trained_model_continues_a_prompt(gpt, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text"
     text.write_text("abcd" * 400, encoding="utf-8")

@@ -242,6 +242,7 @@ def test_errors_come_before_training_and_are_one_line(run_script, tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups to interrupt")
+@pytest.mark.slow
 def test_ctrl_c_keeps_finished_runs_and_writes_no_half_file(tmp_path):
     command = [sys.executable, str(BUILD), "--steps", "40", "--seeds", "400", "--output-dir", str(tmp_path)]
     process = subprocess.Popen(

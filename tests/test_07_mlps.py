@@ -241,8 +241,7 @@ CHANGES = {
 
 def fingerprint(modern, **changes):
     """The shapes of a model and what it says about a text, started as the experiment starts it."""
-    cfg = dataclasses.asdict(config(modern, **changes))
-    model = modern.FourWay().build_model("any", cfg, 23, 1)
+    model = modern.FourWay().build_model(config(modern, **changes), 23, 1)
     with torch.no_grad():
         logits = model(torch.arange(11)[None])[0]
     return {name: tuple(p.shape) for name, p in model.named_parameters()}, logits
@@ -261,8 +260,9 @@ def test_no_field_is_left_out():
     assert {field.name for field in dataclasses.fields(modern.ModernConfig)} == set(CHANGES)
 
 
+@pytest.mark.slow
 def test_the_start_can_be_changed_for_a_whole_run(modern, tmp_path, monkeypatch):
-    """The README's command: main() with a change that goes into every variant."""
+    """--set changes a field of every variant."""
     import json
 
     preset = modern.PRESETS["tiny"]
@@ -271,8 +271,8 @@ def test_the_start_can_be_changed_for_a_whole_run(modern, tmp_path, monkeypatch)
     monkeypatch.setitem(modern.PRESETS, "tiny", dataclasses.replace(preset, model=model, training=settings))
     text = tmp_path / "text.txt"
     text.write_text("a few words, again and again.\n" * 40, encoding="utf-8")
-    flags = ["--data", str(text), "--seeds", "1", "--workers", "1", "--output-dir", str(tmp_path / "out")]
-    assert modern.main(flags, init_std="fan_in") == 0
+    flags = ["--data", str(text), "--seeds", "1", "--workers", "1", "--set", "init_std=fan_in"]
+    assert modern.main([*flags, "--output-dir", str(tmp_path / "out")]) == 0
     record = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     assert {variant["init_std"] for variant in record["settings"]["variants"].values()} == {"fan_in"}
     seen = record["runs"][0]["observations"]
@@ -286,6 +286,7 @@ def test_the_start_can_be_changed_for_a_whole_run(modern, tmp_path, monkeypatch)
 
 
 def test_fan_in_is_another_start(modern):
-    small, large = (modern.FourWay().build_model("any", {"init_std": s}, 23, 1) for s in (0.02, "fan_in"))
+    configs = [modern.ModernConfig(init_std=std) for std in (0.02, "fan_in")]
+    small, large = (modern.FourWay().build_model(cfg, 23, 1) for cfg in configs)
     assert small.blocks[0].mlp.gate_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert large.blocks[0].mlp.gate_proj.weight.std().item() == pytest.approx(1 / 8, rel=0.05)

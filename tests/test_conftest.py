@@ -2,8 +2,11 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
+
+CONFTEST = Path(__file__).with_name("conftest.py")
 
 
 @pytest.fixture
@@ -52,3 +55,23 @@ def test_what_fails_fails_for_all_with_the_reason(workers):
         "RuntimeError: a name failed in another worker: ValueError('too small')",
         "ValueError: too small",
     ]
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "group"),
+    [
+        ("tests/test_37_model.py::test_size_shape_and_tie", "the real model"),
+        ("tests/test_steps.py::test_step_holds[37-05_run-it]", "the real model"),
+        ("tests/test_break_it.py::test_each_sabotage[37-no-rope]", "the real model"),
+        ("tests/test_break_it.py::test_each_sabotage[07-no-eps]", "break_it 07"),
+        ("tests/test_break_it.py::test_a_case_is_well_formed[18_mixture]", "break_it 18"),
+        ("tests/test_05_break_it.py::test_loud[no-residual]", "break_it 05"),
+        ("tests/test_steps.py::test_step_holds[07-05_train]", None),
+        ("tests/test_steps.py::test_step_keeps_to_its_form[37-05_run-it]", None),
+        ("tests/test_18_dispatch.py::test_the_dispatch[(37, 5, 2, 12, 7)]", None),
+    ],
+)
+def test_what_shares_a_model_stays_in_one_worker(request, nodeid, group):
+    conftest = request.config.pluginmanager.getplugin(str(CONFTEST))
+    assert conftest.group_of(nodeid) == group
+    assert conftest.ByGroup._split_scope(None, nodeid) == (group or nodeid)

@@ -11,6 +11,8 @@ import torch.nn as nn
 from shared import chapters, cli, data, runs
 from shared.training import History, TrainingSettings
 
+pytestmark = pytest.mark.slow
+
 class Tiny(nn.Module):
     def __init__(self, vocab_size, seed):
         super().__init__()
