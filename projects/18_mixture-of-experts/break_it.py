@@ -30,7 +30,7 @@ from shared.randomness import generator
 
 build = chapters.load_build(18)
 gpt, modern = build.gpt, build.modern
-step_06, step_08 = chapters.load_step(18, 6), chapters.load_step(18, 8)
+step_06, step_13 = chapters.load_step(18, 6), chapters.load_step(18, 13)
 
 CONFIG = build.SparseConfig(block_size=16, d_model=32, n_heads=2, d_hidden=24, balance_weight=0.03)
 SETTINGS = training.TrainingSettings(steps=120)
@@ -65,7 +65,7 @@ class Patient:
         layer = cls(cfg)
         for name, p in layer.named_parameters():
             nn.init.normal_(p, std=0.4, generator=generator(self.start, name, tuple(p.shape)))
-        return layer.eval()
+        return layer.train()  # a Switch drops tokens in training only
 
     def model(self, **changes) -> build.SparseGPT:
         """A freshly started model of top-2 layers."""
@@ -213,7 +213,7 @@ def upcycling(patient: Patient) -> Reading:
     idx, targets = next(data.all_windows(corpus().validation, CONFIG.block_size, 64))
     before = dense(patient.seed)(idx, targets)[1].item()
     model = patient.model()
-    model.load_state_dict(step_08.upcycle(dense(patient.seed), CONFIG, patient.seed).state_dict())
+    model.load_state_dict(step_13.upcycle(dense(patient.seed), CONFIG, patient.seed).state_dict())
     gap = model.eval()(idx, targets)[1].item() - before
     return Reading(nats(gap), abs(gap) < 1e-3, gap)
 
@@ -274,9 +274,10 @@ def dropped(patient: Patient) -> Reading:
 
 @torch.no_grad()
 def causality(patient: Patient) -> Reading:
-    """The positions whose output changes with later tokens, of 23, in a top-2 layer and in a Switch."""
+    """The pairs of a position and a later token that changes its output, in a top-2 layer and in a Switch."""
     layers = [patient.layer(patient.top_2), patient.layer(patient.switch, top_k=1, capacity_factor=1.0)]
-    leaks = [step_06.leak(layer, noise(patient, 40, 12), cut=23, trials=5) for layer in layers]
+    maps = [step_06.influence(layer, noise(patient, 24, 12), trials=2) for layer in layers]
+    leaks = [int(changed.triu(1).sum()) for changed in maps]
     return Reading(f"top-2 {leaks[0]}, Switch {leaks[1]}", not any(leaks), sum(leaks))
 
 

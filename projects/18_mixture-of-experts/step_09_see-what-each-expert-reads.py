@@ -109,8 +109,8 @@ def main() -> int:
     console.say(console.Table(["expert", "characters of which it gets the largest parts"], rows))
     told = information(counts[-1])
     told_before = information(before[-1])
-    console.say(f"\nTold: {told:.2f}, and {told_before:.2f} before training. So some of this table is")
-    console.say("chance, and some was learned. It says who reads what, not what an expert computes.")
+    console.say(f"\nTold: {told:.2f}, and {told_before:.2f} before training. Some of this is chance, and")
+    console.say("some was learned. It says who reads what, not what an expert computes.")
     common = totals.topk(24).indices
     parts = counts[-1, common].T / totals[common]
     names = [repr(corpus.tokenizer.decode([i]))[1:-1] for i in common.tolist()]
