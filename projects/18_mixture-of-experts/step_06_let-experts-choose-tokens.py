@@ -109,7 +109,7 @@ def draw_picture(maps: dict[str, torch.Tensor]) -> Path:
         image = torch.ones(*changed.shape, 3)
         image[changed] = torch.tensor([0.35, 0.35, 0.35])
         image[leaks] = torch.tensor([0.84, 0.15, 0.0])
-        axes.imshow(image)
+        axes.imshow(image.numpy())
         axes.set(title=name, xlabel="token exchanged")
     figure.axes[0].set_ylabel("output that changes")
     return figures.save(figure, __file__)
