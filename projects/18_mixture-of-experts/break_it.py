@@ -258,7 +258,7 @@ def precision(patient: Patient) -> Reading:
 
 @torch.no_grad()
 def short_batch(patient: Patient) -> Reading:
-    """How many of the tokens a Switch of 8 experts serves when they come one by one, as in generation."""
+    """How many of the tokens a Switch of 8 experts serves in training mode, when they come one by one."""
     switch = patient.layer(patient.switch, n_experts=8, top_k=1)
     served = sum(int(switch(x[None])[1].chosen.any()) for x in noise(patient, 9, 12))
     return Reading(f"{served} of 9 served", served == 9, served)
@@ -534,11 +534,11 @@ SABOTAGES = (
     ),
     Sabotage(
         name="capacity-floored",
-        before="return max(1, math.ceil(capacity_factor * top_k * n_tokens / n_experts))",
-        after="return int(capacity_factor * top_k * n_tokens / n_experts)",
-        predicts="tokens that come one by one are all dropped: the layer is silent in generation, not in training",
-        explains="1.25 · 1 / 8 rounds down to 0. A training batch of hundreds of tokens never notices; a prompt that "
-        "is continued token by token meets a model without experts. Round up, and serve at least one.",
+        before="return max(1, math.ceil(round(share, 9)))",
+        after="return int(share)",
+        predicts="in training mode, tokens that come one by one are all dropped: the layer does nothing for them",
+        explains="1.25 · 1 / 8 rounds down to 0. A batch of hundreds of tokens never notices; a batch of one trains "
+        "a model without experts. Round up, and serve at least one. (In evaluation nothing is dropped.)",
         loud=False,
         instrument="short-batch",
         damage=partial(replace, switch=FlooredCapacity),
@@ -559,9 +559,8 @@ SABOTAGES = (
     ),
     Sabotage(
         name="score-priority",
-        before="chosen = wanted & "
-        "(wanted.cumsum(0) <= expert_capacity(*logits.shape, self.top_k, self.capacity_factor))",
-        after="chosen = wanted & (the capacity's highest probabilities of each expert)",
+        before="chosen = chosen & (queue_position <= capacity)",
+        after="chosen = chosen & (the capacity's highest probabilities of each expert)",
         predicts="outputs of a Switch change when later tokens do: it looks into the future",
         explains="Keeping those who want an expert most sounds fair, and for images it is (Riquelme et al. 2021). "
         "In a text a later token then throws an earlier one out, so the earlier one's output tells of it. No "
