@@ -1,4 +1,4 @@
-"""Which matrix product a machine runs: the faster float32 one on a CPU, the grouped one on a GPU.
+"""Which matrix product a machine runs: on a CPU, the faster float32 one.
 
 torch multiplies through MKL, which gives AMD processors half the speed that they have; oneDNN, in the same
 package, gives it all. torch's switch for it is called "medium precision" since it *permits* bfloat16. Few CPUs
@@ -71,16 +71,3 @@ def without_onednn(attention: Callable) -> Callable:
         return y
 
     return run
-
-
-def grouped_product_fits(rows: torch.Tensor, weight_shape: tuple[int, ...]) -> bool:
-    """Whether F.grouped_mm, many products of unequal heights in one call, is for these rows and weights.
-
-    It is where it has a kernel of its own: for bfloat16 on an NVIDIA GPU from Ampere on, if the weights' sizes are
-    multiples of 8, so that each row is whole 16-byte words.
-    """
-    if rows.device.type != "cuda" or not hasattr(F, "grouped_mm"):
-        return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else rows.dtype
-    aligned = all(size % 8 == 0 for size in weight_shape)
-    return dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)

@@ -15,7 +15,8 @@ from shared.randomness import generator
 
 BUILD = chapters.chapter_folder(18) / "build.py"
 VARIANTS = ["dense", "top-2 + loss", "top-2 alone", "Switch + loss", "top-2 + bias", "expert choice"]
-step_08, step_09 = chapters.load_step(18, 8), chapters.load_step(18, 9)
+step_09 = chapters.load_step(18, 9)
+step_13 = chapters.load_step(18, 13)
 
 
 def model_of(sparse, variant: str = "top-2 + loss", vocab_size: int = 48, seed: int = 1, **changes):
@@ -70,7 +71,7 @@ def test_forward_returns_the_cross_entropy_and_nothing_else(sparse):
 
 def test_a_single_expert_is_the_dense_model(sparse):
     dense = model_of(sparse, "dense", d_hidden=29)
-    alone = step_08.upcycle(dense, replace(dense.cfg, mlp_type="moe", n_experts=1, top_k=1), seed=2)
+    alone = step_13.upcycle(dense, replace(dense.cfg, mlp_type="moe", n_experts=1, top_k=1), seed=2)
     idx, targets = batch()
     torch.testing.assert_close(alone(idx, targets)[0], dense(idx, targets)[0], rtol=1e-5, atol=1e-5)
 
@@ -83,7 +84,7 @@ def test_upcycling_keeps_the_loss_if_gates_sum_to_1(sparse, router_type, k):
     cfg = replace(
         dense.cfg, mlp_type="moe", n_experts=5, top_k=k, router_type=router_type, capacity_factor=5.0, init_std=0.1
     )
-    model, (idx, targets) = step_08.upcycle(dense, cfg, seed=2), batch()
+    model, (idx, targets) = step_13.upcycle(dense, cfg, seed=2), batch()
     gap = abs(model(idx, targets)[1] - dense(idx, targets)[1]).item()
     assert gap > 1e-3 if router_type == "switch" else gap < 1e-6
     assert model.lm_head.weight is model.token_embedding.weight
@@ -214,7 +215,7 @@ def test_the_look_inside_counts_what_happened(sparse):
             return None, None, [sparse.Routing(torch.zeros(idx.numel(), 4), F.one_hot(idx.flatten() % 2, 4).bool())]
 
     model.forward_with_routing = Parity()
-    found = step_09.look_inside(model, model, corpus)
+    found = sparse.look_inside(model, model, corpus)
     assert found["told"] == pytest.approx(1) and found["told_untrained"] == pytest.approx(1)
     assert found["dead"] == 2 and found["dropped"] == 0 and found["entropy"] == pytest.approx(1)
     even = sum(token % 2 == 0 for token in corpus.validation[:-1].tolist())

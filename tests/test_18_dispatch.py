@@ -6,7 +6,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared import kernels
 from shared.randomness import generator
 
 # N tokens, E experts, k of them, C channels, hidden width: in no case are two of them equal
@@ -168,24 +167,57 @@ def test_the_grouped_product_is_expert_by_expert(sparse, sizes):
     assert_close(ours, theirs, 1e-5)
 
 
-def test_the_grouped_product_is_for_gpus_alone(monkeypatch):
-    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
-    assert not kernels.grouped_product_fits(rows, (24, 16))
+@pytest.mark.parametrize(
+    ("device_type", "capability", "dtype", "shape", "fits"),
+    [
+        ("cuda", (9, 0), torch.bfloat16, (24, 16), True),
+        ("cuda", (10, 0), torch.bfloat16, (24, 16), True),
+        ("cuda", (10, 3), torch.bfloat16, (24, 16), True),
+        ("cuda", (7, 5), torch.bfloat16, (24, 16), False),
+        ("cuda", (8, 0), torch.bfloat16, (24, 16), False),
+        ("cuda", (8, 9), torch.bfloat16, (24, 16), False),
+        ("cuda", (12, 0), torch.bfloat16, (24, 16), False),
+        ("cuda", (9, 0), torch.float32, (24, 16), False),
+        ("cuda", (9, 0), torch.float16, (24, 16), False),
+        ("cuda", (9, 0), torch.bfloat16, (85, 64), False),  # 85 · 2 bytes are not whole 16-byte words
+        ("cuda", (9, 0), torch.bfloat16, (24, 12), False),
+        ("cpu", (9, 0), torch.bfloat16, (24, 16), False),
+        ("mps", (0, 0), torch.bfloat16, (24, 16), False),
+    ],
+)
+def test_the_grouped_product_is_for_gpus_with_a_kernel_for_it(
+    sparse, device_type, capability, dtype, shape, fits
+):
+    assert sparse.grouped_product_fits(device_type, capability, dtype, shape) is fits
 
-    class OnGPU:
-        device, dtype = torch.device("cuda"), torch.bfloat16
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert kernels.grouped_product_fits(OnGPU, (24, 16))
-    assert not kernels.grouped_product_fits(OnGPU, (85, 64))  # rows of 85 · 2 bytes are not whole 16-byte words
-    monkeypatch.setattr(OnGPU, "dtype", torch.float32)
-    assert not kernels.grouped_product_fits(OnGPU, (24, 16))
-    monkeypatch.setattr(OnGPU, "dtype", torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not kernels.grouped_product_fits(OnGPU, (24, 16))
-    monkeypatch.delattr(F, "grouped_mm")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert not kernels.grouped_product_fits(OnGPU, (24, 16))
+def test_the_grouped_product_meets_no_empty_slice(sparse, monkeypatch):
+    """Experts without rows get idle ones; their weights' gradients are zero, and exactly so."""
+    moe, seen = layer(sparse, sparse.GroupedMoE, 5, 2, 16, 24), []
+    real = F.grouped_mm
+
+    def recorded(x, weights, offs):
+        seen.append([end - start for start, end in zip([0, *offs.tolist()], offs.tolist())])
+        return real(x, weights, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", recorded)
+    y = sparse.grouped_experts(moe.experts, tokens(48, 16), [0, 24, 0, 24, 0])
+    assert seen == [[8, 24, 8, 24, 8]] * 3 and y.shape == (48, 16)
+    y.square().sum().backward()
+    for e, expert in enumerate(moe.experts):
+        for p in expert.parameters():
+            assert (p.grad == 0).all() if e in (0, 2, 4) else (p.grad != 0).any()
+
+
+def test_the_dispatch_by_grouped_products_is_the_loop(sparse, modern):
+    """In bfloat16, run by torch's own loop here; some experts get no token."""
+    moe, x = layer(sparse, sparse.GroupedMoE, 8, 2, 16, 24), tokens(5, 16)
+    with torch.no_grad():
+        weight, chosen = moe.decide(x @ moe.router.weight.T)
+        assert (chosen.sum(0) == 0).any()
+        ours = sparse.dispatch_in_groups(x, weight, chosen, moe.experts, sparse.run_grouped)
+        gap = (ours - modern.MoE.forward(moe, x)).abs().max()
+    assert 0 < gap < 0.03 * ours.abs().max()
 
 
 def test_the_layer_keeps_its_dtype_and_its_router_float32(sparse):

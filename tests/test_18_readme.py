@@ -27,13 +27,33 @@ def test_every_difference_that_is_claimed_is_in_the_log_of_the_longer_run():
     assert len(differences) >= 5
     for difference in differences:
         assert difference in longer, difference
-    (row,) = re.findall(r"^top-2 alone +(0\.\d\d|\d\.\d\d)  +0\.0  ", longer, re.MULTILINE)
-    assert f"MaxVio {row} instead of" in claims
+    names = {"top-2 alone": "top-2 alone", "top-2 + balance loss": "top-2 + loss"}
+    names |= {"top-2 + bias": "top-2 + bias", "Switch + balance loss": "Switch + loss"}
+    names |= {"expert choice": "expert choice"}
+    rows = re.findall(r"^\| ([^|]+) \| ([+-]\S+ ± \S+) \| (\d\.\d\d) \|", claims, re.MULTILINE)
+    assert [router for router, _, _ in rows] == list(names)
+    for router, difference, max_violation in rows:
+        name = re.escape(names[router])
+        assert re.search(rf"^{name}\b.* {re.escape(difference)} ", longer, re.MULTILINE), router
+        assert re.search(rf"^{name} +{max_violation} +\d\.\d ", longer, re.MULTILINE), router
+    assert "MaxVio is 1.96 against 0.47" in claims
+    (told,) = re.findall(r"^top-2 \+ loss +0\..*%.* (0\.\d\d) +(0\.\d\d)$", longer, re.MULTILINE)
+    assert f'"Told" is {told[0]} for "top-2 + loss", and was {told[1]} ' in claims.replace("\n  ", " ")
 
 
-def test_every_step_and_the_number_of_sabotages_are_named():
-    steps = sorted(path.name[5:7] for path in FOLDER.glob("step_*.py"))
-    assert re.findall(r"^\| (\d\d) \|", README, re.MULTILINE) == steps
+def test_every_page_is_named_with_its_command_and_its_picture():
+    steps = sorted(FOLDER.glob("step_*.py"))
+    tour = README.partition("## The tour")[2].partition("## The experiment")[0]
+    assert re.findall(r"^\*\*(\d\d) · ", tour, re.MULTILINE) == [path.name[5:7] for path in steps]
+    assert re.findall(r"^    python (\S+)$", tour, re.MULTILINE) == [path.name for path in steps]
+    pictures = sorted(path.name for path in (FOLDER / "expected").glob("step_*.png"))
+    assert re.findall(r"\]\(expected/(step_\d\d\.png)\)", tour) == pictures
+    drawn = [f"{p.name[:7]}.png" for p in steps if "figures.save(" in p.read_text(encoding="utf-8")]
+    assert drawn == pictures
+
+
+def test_every_sabotage_has_its_row():
     sabotages = chapters.load_file(FOLDER / "break_it.py").CASE.sabotages
     assert len(sabotages) == sum(not s.loud for s in sabotages) == 14
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", README, re.MULTILINE) == [s.name for s in sabotages]
     assert "fourteen sabotages, all of them silent" in README

@@ -1,6 +1,7 @@
 """Chapter 18's routers: every value of the table, causality, the edges, and what they refuse."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from shared import chapters
 from shared.randomness import generator
 
-step_01, step_02, step_04, step_06 = (chapters.load_step(18, n) for n in (1, 2, 4, 6))
+step_02, step_04, step_06, step_12 = (chapters.load_step(18, n) for n in (2, 4, 6, 12))
 ROUTERS = ("top_k", "switch", "bias", "expert_choice")
 
 
@@ -87,9 +88,9 @@ def test_the_gradient_flows_through_the_probabilities_alone(sparse):
 
 
 def test_z_loss():
-    assert step_04.router_z_loss(torch.zeros(5, 8)).item() == pytest.approx(4.324077, abs=1e-6)
+    assert step_12.router_z_loss(torch.zeros(5, 8)).item() == pytest.approx(4.324077, abs=1e-6)
     x = tokens(9, 6).double()
-    assert step_04.router_z_loss(x).item() == pytest.approx((x.exp().sum(-1).log() ** 2).mean().item())
+    assert step_12.router_z_loss(x).item() == pytest.approx((x.exp().sum(-1).log() ** 2).mean().item())
 
 
 def test_max_violation_by_hand():
@@ -171,11 +172,11 @@ def test_the_bias_follows_the_load(sparse):
 
 
 def test_jitter_is_for_training_and_works_on_a_copy(modern):
-    moe, plain = (step_01.make(cls, n_experts=5, top_k=2) for cls in (step_01.JitteredMoE, modern.MoE))
+    moe, plain = step_12.jittered(0.3), step_12.random_moe(16, 3, 24, 7)
     for layer in (moe, plain):
         for expert in layer.experts:
             expert.load_state_dict(layer.experts[0].state_dict())
-    x = tokens(64, 12)
+    x = tokens(64, 24)
     before = x.clone()
     assert torch.equal(moe.eval()(x), plain(x))
     assert (moe.train().route(x)[1] != plain.route(x)[1]).any()
@@ -190,7 +191,17 @@ def test_capacity(sparse):
     assert sparse.expert_capacity(24, 5, 1, 1.25) == 6
     assert sparse.expert_capacity(7, 4, 2, 1.0) == 4  # 3.5 rounded up
     assert sparse.expert_capacity(1, 64, 1, 1.25) == 1
+    assert sparse.expert_capacity(50, 5, 1, 1.1) == 11  # floats make it 11.000000000000002
     assert sparse.expert_capacity(3, 7, 2, 0.01) == 1
+
+
+@pytest.mark.parametrize("factor", ["1.1", "1.15", "1.25", "1.3", "2.2", "0.7"])
+def test_capacity_is_exact(sparse, factor):
+    """Against whole fractions, for every number of tokens up to 600 and a few of experts."""
+    for n_experts in (3, 5, 8, 64):
+        for n_tokens in range(1, 601):
+            exact = max(1, math.ceil(Fraction(factor) * n_tokens / n_experts))
+            assert sparse.expert_capacity(n_tokens, n_experts, 1, float(factor)) == exact
 
 
 def test_six_tokens_for_an_expert_of_capacity_two(sparse):
@@ -233,17 +244,19 @@ def model_with(sparse, router_type: str, cls=None) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("router_type", "leaks"),
     [("top_k", False), ("switch", False), ("bias", False), ("expert_choice", True), ("drop_by_score", True)],
 )
-def test_who_sees_the_future(sparse, router_type, leaks):
+def test_who_sees_the_future(sparse, router_type, leaks, training):
     """Other tokens from a position on, in one sequence of three: do that sequence's earlier outputs change?
 
     Not by gradient: the choice of tokens has none. The last lines show that the gradient acquits the guilty too.
     """
     by_score = router_type == "drop_by_score"
-    model = model_with(sparse, "switch" if by_score else router_type, step_06.DropByScore if by_score else None)
+    cls = step_06.DropByScore if by_score else None
+    model = model_with(sparse, "switch" if by_score else router_type, cls).train(training)
     draw, seen = generator(18, "causality"), 0
     for trial in range(30):
         b, t = trial % 3, 1 + trial % 15
@@ -259,6 +272,39 @@ def test_who_sees_the_future(sparse, router_type, leaks):
     model.embed = lambda idx: x
     model(idx)[0][:, 7].sum().backward()
     assert (x.grad[:, 8:] == 0).all() and (x.grad[:, :8] != 0).any()
+
+
+@torch.no_grad()
+def test_a_switch_depends_on_how_many_tokens_there_are_in_training_alone(sparse):
+    """More tokens after the first eight mean more room, so an earlier token may no longer be dropped."""
+    model, idx = model_with(sparse, "switch"), torch.randint(11, (3, 16), generator=generator(18, "company"))
+    gaps = {}
+    for training in (True, False):
+        model.train(training)
+        whole = model(idx)[0][-1, :8]
+        without_later = model(idx[:, :8])[0][-1]
+        without_others = model(idx[-1:])[0][0, :8]
+        gaps[training] = [(whole - one).abs().max().item() for one in (without_later, without_others)]
+    assert min(gaps[True]) > 1e-2 and max(gaps[False]) < 1e-5
+
+
+def test_a_switch_drops_nothing_where_it_is_evaluated(sparse):
+    x = tokens(6, 40, 12)
+    moe = layer(sparse, "switch", capacity_factor=0.5)
+    assert 0 < moe(x)[1].chosen.any(1).double().mean() < 1
+    assert moe.eval()(x)[1].chosen.any(1).all()
+
+
+def test_generate_evaluates_and_puts_the_mode_back(sparse):
+    model, idx = model_with(sparse, "switch"), torch.randint(11, (3, 5), generator=generator(18, "prompt"))
+    for block in model.blocks:
+        block.mlp.capacity_factor = 0.1
+    expected = sparse.gpt.generate(model.eval(), idx, 9, temperature=0)
+    assert torch.equal(sparse.generate(model.train(), idx, 9, temperature=0), expected)
+    assert model.training
+    assert not torch.equal(sparse.gpt.generate(model, idx, 9, temperature=0), expected)  # it can tell
+    sparse.generate(model.eval(), idx, 1)
+    assert not model.training
 
 
 def test_generate_refuses_who_sees_the_future(sparse):

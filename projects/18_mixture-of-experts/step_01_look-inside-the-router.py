@@ -73,7 +73,7 @@ def draw_picture(probabilities: torch.Tensor, gates: torch.Tensor) -> Path:
     """Each token's probabilities as shades, with a gate written where an expert is chosen."""
     figure = figures.new_figure(8, 4)
     axes = figure.subplots()
-    axes.imshow(probabilities.T, cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
+    axes.imshow(probabilities.T.numpy(), cmap="Blues", vmin=0, vmax=1.3, aspect="auto")
     for n, e in (gates > 0).nonzero().tolist():
         axes.text(n, e, f"{gates[n, e]:.2f}", ha="center", va="center", fontsize=12)
     axes.set(xlabel="token", ylabel="expert", xticks=range(len(gates)), yticks=range(5))

@@ -112,7 +112,7 @@ def draw_picture(x: torch.Tensor) -> Path:
     for axes, factor in zip(panels, (0.5, 1.0, 1.5)):
         _, routing = make(factor)(x)
         dropped = (~routing.chosen.any(1)).view(x.shape[:2])
-        axes.imshow(dropped, cmap="Greys", vmin=-0.15, vmax=1.2, aspect="auto")
+        axes.imshow(dropped.numpy(), cmap="Greys", vmin=-0.15, vmax=1.2, aspect="auto")
         title = f"factor {factor}: {dropped.double().mean():.0%} dropped"
         axes.set(title=title, xlabel="position", yticks=range(len(x)))
     panels[0].set_ylabel("sequence in the batch")

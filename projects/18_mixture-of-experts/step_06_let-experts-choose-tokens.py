@@ -101,7 +101,7 @@ def influence(moe: nn.Module, x: torch.Tensor, trials: int = 8) -> torch.Tensor:
 
 
 def draw_picture(maps: dict[str, torch.Tensor]) -> Path:
-    """A map for each router: grey where a token acts on itself and later ones, red if on earlier."""
+    """A map for each router: grey if a token acts on itself or later ones, red on earlier."""
     figure = figures.new_figure(10, 3)
     panels = figure.subplots(1, len(maps), sharey=True)
     for axes, (name, changed) in zip(panels, maps.items()):
@@ -109,7 +109,7 @@ def draw_picture(maps: dict[str, torch.Tensor]) -> Path:
         image = torch.ones(*changed.shape, 3)
         image[changed] = torch.tensor([0.35, 0.35, 0.35])
         image[leaks] = torch.tensor([0.84, 0.15, 0.0])
-        axes.imshow(image)
+        axes.imshow(image.numpy())
         axes.set(title=name, xlabel="token exchanged")
     figure.axes[0].set_ylabel("output that changes")
     return figures.save(figure, __file__)

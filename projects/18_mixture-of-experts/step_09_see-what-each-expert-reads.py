@@ -86,7 +86,7 @@ def draw_picture(parts: torch.Tensor, names: list[str]) -> Path:
     """The part of each character that goes to each expert: parts (E, characters)."""
     figure = figures.new_figure(9, 3.4)
     axes = figure.subplots()
-    image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    image = axes.imshow(parts.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set(xlabel="character", ylabel="expert", yticks=range(len(parts)))
     axes.set_xticks(range(len(names)), names)
     figure.colorbar(image, label="part of it that the expert gets")
@@ -108,9 +108,9 @@ def main() -> int:
     console.say()
     console.say(console.Table(["expert", "characters of which it gets the largest parts"], rows))
     told = information(counts[-1])
-    told_before = information(before[-1])
-    console.say(f"\nTold: {told:.2f}, and {told_before:.2f} before training. So some of this table is")
-    console.say("chance, and some was learned. It says who reads what, not what an expert computes.")
+    at_start = information(before[-1])
+    console.say(f"\nTold: {told:.2f}, and {at_start:.2f} before training. Some of this is chance,")
+    console.say("and some was learned. It says who reads what, not what an expert computes.")
     common = totals.topk(24).indices
     parts = counts[-1, common].T / totals[common]
     names = [repr(corpus.tokenizer.decode([i]))[1:-1] for i in common.tolist()]
