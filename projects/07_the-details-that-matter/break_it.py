@@ -27,7 +27,7 @@ from shared.instruments import Case, Instrument, Reading, Sabotage
 from shared.randomness import generator
 
 modern = chapters.load_build(7)
-step_03, step_08 = chapters.load_step(7, 3), chapters.load_step(7, 8)
+step_13, step_08 = chapters.load_step(7, 13), chapters.load_step(7, 8)
 gpt = modern.gpt
 
 CONFIG = modern.ModernConfig(position_type="rope")
@@ -354,7 +354,7 @@ class SharedNormGPT(modern.ModernGPT):
 
 
 class PostNormBlock(modern.ModernBlock):
-    forward = step_03.PostNormBlock.forward
+    forward = step_13.PostNormBlock.forward
 
 
 class ZeroGainNorm(modern.RMSNorm):
