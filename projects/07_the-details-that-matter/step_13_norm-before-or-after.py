@@ -103,6 +103,7 @@ def main() -> int:
             axes.set(title=f"last layer, {start} start", xlabel="layers in the model")
             axes.set_xticks(DEPTHS, DEPTHS)
             axes.minorticks_off()
+            axes.set_ylim(1e-3, 0.5)
             if start == "plain":
                 panels[0].plot(range(1, DEPTHS[-1] + 1), runs[-1], color=colour)
     panels[0].set(title="each of 24 layers, plain start", xlabel="layer", ylabel="gradient")
