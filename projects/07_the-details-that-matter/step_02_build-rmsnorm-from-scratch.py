@@ -79,8 +79,9 @@ def main() -> int:
     norm = RMSNorm(768)
     large = torch.full((768,), 3e4, dtype=torch.float16)
     in_float16 = large * torch.rsqrt(large.square().mean() + 1e-5)
-    console.say("Entries of 30,000 in float16. With squares in float16, RMSNorm gives")
-    console.say(f"{in_float16[0].item():.1f}; with squares in float32, {norm(large)[0].item():.1f}.")
+    console.say("RMSNorm of entries of 30,000 in float16 should give 1.")
+    console.say(f"With squares in float16 it gives {in_float16[0].item():.1f}.")
+    console.say(f"With squares in float32 it gives {norm(large)[0].item():.1f}.")
 
     checks = Checks()
     by_hand = torch.tensor([0.3651481, 0.7302963, 1.0954444, 1.4605925])
@@ -100,8 +101,8 @@ def main() -> int:
 
     centred = x - x.mean(-1, keepdim=True)
     same = LayerNorm(5).double()(x)
-    checks.close("x with mean 0: both norms agree", RMSNorm(5).double()(centred), same, 1e-12)
-    checks.close("30,000 in float16 comes out as 1", norm(large), torch.ones(768), 0)
+    checks.close("x of mean 0: norms agree", RMSNorm(5).double()(centred), same, 1e-12)
+    checks.close("30,000 in float16 gives 1", norm(large), torch.ones(768), 0)
     return checks.report()
 
 

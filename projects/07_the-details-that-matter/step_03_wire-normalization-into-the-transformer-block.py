@@ -117,7 +117,7 @@ def main() -> int:
     corpus = data.load_corpus("docs", "char", 32)
     console.say(f"picture: {draw_picture(corpus)}")
     console.say()
-    console.say("Compare the two lines. Through 24 untrained layers the stream grows tenfold,")
+    console.say("Compare the two lines. In 24 untrained layers the stream grows about tenfold,")
     console.say("and yet with a norm every MLP reads a vector of size 1. With none there is only")
     console.say("one line: the MLP reads the stream as it is, and adds next to nothing to it.")
 
@@ -128,16 +128,16 @@ def main() -> int:
     gpt.init_parameters(ours, seed=1)
     idx, targets = data.sample_batch(corpus.train, 32, 8, generator(1, "step_03", "batch"))
     logits, _ = ours(idx)
-    checks.close("layernorm: chapter 05's outputs", logits, plain(idx)[0], 0)
+    checks.close("layernorm: as chapter 05", logits, plain(idx)[0], 0)
 
     rms = NormGPT(NormConfig(norm_type="rmsnorm"), corpus.vocab_size)
     gpt.init_parameters(rms, seed=1)
     saved = gpt.count_parameters(ours) - gpt.count_parameters(rms)
-    checks.equal("rmsnorm saves 5 norms x 64 biases", saved, 5 * 64)
+    checks.equal("rmsnorm: 320 biases less", saved, 5 * 64)
     _, loss = rms(idx, targets)
-    checks.close("rmsnorm: first loss near ln V", loss, math.log(corpus.vocab_size), 0.25)
+    checks.close("rmsnorm: first loss, ln V", loss, math.log(corpus.vocab_size), 0.25)
     _, read = sizes_by_layer(rms, idx)
-    checks.close("rmsnorm: each MLP reads size 1", torch.tensor(read), torch.ones(2), 1e-2)
+    checks.close("rmsnorm: MLPs read size 1", torch.tensor(read), torch.ones(2), 1e-2)
     return checks.report()
 
 

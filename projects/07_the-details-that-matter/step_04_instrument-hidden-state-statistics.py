@@ -10,9 +10,9 @@ huge, it decides that size, and all the others come out near 0. Number formats w
 too: they must span the largest entry, and have few steps left for the rest. In chapter 37 you will
 see a real model that has such an entry.
 
-To look inside without changing the model we use hooks. A hook is a function that PyTorch calls when
-a module runs. Each norm reads the stream, so we hang a hook on each norm and look at its input.
-Looking must change nothing: the losses of a training run with hooks and without are the same.
+To look inside we use hooks. A hook is a function that PyTorch calls when a module runs. Each norm
+reads the stream, so we hang a hook on each norm and look at its input. Looking must change nothing:
+the losses of a training run with hooks and without are the same.
 
     python step_04_instrument-hidden-state-statistics.py
 
@@ -134,16 +134,15 @@ def main() -> int:
 
     checks = Checks()
     x = torch.randn(3, 5, 7, generator=generator(1, "step_04"))
-    ours = tensor_stats(x)
-    checks.close("variance: as torch's", ours["var"], x.var(correction=0), 1e-6)
+    checks.close("variance: as torch's", tensor_stats(x)["var"], x.var(correction=0), 1e-6)
     noise = torch.randn(1_000_000, generator=generator(1, "step_04", "noise"))
-    checks.close("kurtosis of a million Gaussians", tensor_stats(noise)["kurtosis"], 3, 0.0196)
+    checks.close("kurtosis, a million Gaussians", tensor_stats(noise)["kurtosis"], 3, 0.0196)
     spike = torch.zeros(576)
     spike[3] = 1
     checks.close("kurtosis of one spike in 576", tensor_stats(spike)["kurtosis"], 574.00174, 1e-5)
     alone = train(corpus, observe_every=0)
     losses = torch.tensor(watched.losses)
-    checks.close("60 losses with hooks and without", losses, torch.tensor(alone.losses), 0)
+    checks.close("60 losses, hooks or not", losses, torch.tensor(alone.losses), 0)
     return checks.report()
 
 

@@ -6,8 +6,8 @@ ReLU cuts off everything below 0. GELU and SiLU are smooth versions of it: x tim
 climbs from 0 to 1. So a number a little below 0 still counts a little, and still has a gradient.
 ReLU² is ReLU squared: it grows faster the larger the number is.
 
-SwiGLU (Shazeer 2020) takes two numbers instead of one: silu(gate) · up. The gate says how much of up
-passes: a gate far below 0 shuts it out, a gate of 5 lets it through nearly five times. Why is a
+SwiGLU (Shazeer 2020) takes two numbers instead of one: silu(gate) · up. The gate says how much of
+up passes: a gate far below 0 shuts it out, a gate of 5 lets it through nearly five times. Why is a
 gate good? In a plain MLP each neuron decides alone, by its own number. With a product, one number
 switches another on or off: "add this, but only if that is so".
 
@@ -101,7 +101,7 @@ def main() -> int:
     checks.close("gelu: as torch's F.gelu", gelu(x), F.gelu(x), 1e-14)
     checks.close("silu: as torch's F.silu", silu(x), F.silu(x), 1e-14)
     gap = (gelu(x) - gelu_tanh(x)).abs().max()
-    checks.close("largest gap of the two GELUs", gap, 4.7e-4, 5e-6)
+    checks.close("largest gap of the GELUs", gap, 4.7e-4, 5e-6)
     two = torch.tensor(2.0, dtype=torch.float64)
     three = torch.tensor(3.0, dtype=torch.float64)
     checks.close("swiglu of gate 2, up 3", swiglu(two, three), 5.2847825, 5e-8)

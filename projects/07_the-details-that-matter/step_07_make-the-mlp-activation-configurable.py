@@ -134,15 +134,15 @@ def main() -> int:
     console.say("Two wide matrices and three narrow ones end at the same place.")
 
     checks = Checks()
-    checks.equal("C = 768: SwiGLU has 8 C² weights", gpt.count_parameters(SwiGLU(768)), 8 * 768**2)
-    checks.equal("C = 256, multiple of 64: width", swiglu_hidden(256, 64), 704)
+    checks.equal("C = 768: 8 C² weights", gpt.count_parameters(SwiGLU(768)), 8 * 768**2)
+    checks.equal("C = 256 in 64s: width", swiglu_hidden(256, 64), 704)
     x = torch.randn(3, 2, 12, generator=generator(1, "step_07"))
     mlp = make_mlp(MLPConfig(d_model=12, n_heads=3, mlp_type="gelu"))
     reference = mlp.proj(step_06.gelu(mlp.fc(x)))
-    checks.close("gelu: fc, step 06's gelu, proj", mlp(x), reference, 1e-6)
+    checks.close("gelu: as step 06's gelu", mlp(x), reference, 1e-6)
     mlp = make_mlp(MLPConfig(d_model=12, n_heads=3, mlp_type="swiglu"))
     reference = mlp.down_proj(step_06.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-    checks.close("swiglu: step 06's swiglu, down", mlp(x), reference, 1e-6)
+    checks.close("swiglu: as step 06's", mlp(x), reference, 1e-6)
     return checks.report()
 
 

@@ -141,7 +141,7 @@ def main() -> int:
     checks.close("[1, 2, 3, 4] at position 3", turned[3], by_formula, 1e-6)
     checks.close("turning keeps the length", turned.norm(dim=-1), x.norm().expand(4), 1e-6)
     late = scores_by_distance(5_000)
-    checks.close("5,000 tokens on: the same scores", late, scores_by_distance(0), 2e-5)
+    checks.close("5,000 tokens on: same scores", late, scores_by_distance(0), 2e-5)
     checks.close("position 0 turns nothing", turned[0], x, 0)
     return checks.report()
 

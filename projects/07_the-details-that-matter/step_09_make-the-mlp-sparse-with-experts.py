@@ -137,12 +137,12 @@ def main() -> int:
     tokens = torch.randn(24, 64, generator=generator(1, "step_09"))
     checks.close("MoE: as its definition", moe(tokens), one_by_one(moe, tokens), 1e-5)
     expert = 3 * 64 * swiglu_hidden(64)
-    checks.equal("parameters of 4 experts, router", gpt.count_parameters(moe), 4 * expert + 4 * 64)
+    checks.equal("parameters, with router", gpt.count_parameters(moe), 4 * expert + 4 * 64)
     gates, _ = moe.route(tokens)
     checks.close("a token's gates sum to 1", gates.sum(-1), torch.ones(24), 1e-6)
     for twin in moe.experts:
         twin.load_state_dict(moe.experts[0].state_dict())
-    checks.close("equal experts: one dense MLP", moe(tokens), moe.experts[0](tokens), 1e-5)
+    checks.close("equal experts: one MLP", moe(tokens), moe.experts[0](tokens), 1e-5)
     return checks.report()
 
 

@@ -138,11 +138,11 @@ def main() -> int:
 
     model = ModernGPT(ModernConfig(position_type="rope", mlp_type="moe"), vocab_size=48)
     gpt.init_parameters(model, seed=1)
-    checks.equal("LayerNorm, GELU: parameters", rows[0][2], "105,216")
-    checks.equal("RMSNorm, SwiGLU: parameters", rows[6][2], "104,000")
-    checks.close("RoPE and experts: first loss, ln V", first_loss(model), math.log(48), 0.25)
+    checks.equal("LayerNorm, GELU: size", rows[0][2], "105,216")
+    checks.equal("RMSNorm, SwiGLU: size", rows[6][2], "104,000")
+    checks.close("RoPE, moe: first loss, ln V", first_loss(model), math.log(48), 0.25)
     later = influence(model, position=3)[4:]
-    checks.close("RoPE and experts: later tokens' part", later, torch.zeros(4), 0)
+    checks.close("RoPE, moe: later tokens", later, torch.zeros(4), 0)
     return checks.report()
 
 

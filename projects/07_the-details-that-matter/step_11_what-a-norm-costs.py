@@ -91,11 +91,11 @@ def main() -> int:
     console.say("Above 1 it is the slower one, though it does less.")
 
     checks = Checks()
-    checks.close("norms in GPT-2's operations, in %", 100 * share_in_gpt2(), 0.054, 5e-4)
+    checks.close("norms' part of GPT-2, %", 100 * share_in_gpt2(), 0.054, 5e-4)
     ours = norms["LayerNorm of step 01"](x)
-    checks.close("both LayerNorms do the same", ours, norms["nn.LayerNorm"](x), 1e-5)
+    checks.close("the LayerNorms agree", ours, norms["nn.LayerNorm"](x), 1e-5)
     ours = norms["RMSNorm of step 02"](x)
-    checks.close("both RMSNorms do the same", ours, norms["nn.RMSNorm"](x), 1e-5)
+    checks.close("the RMSNorms agree", ours, norms["nn.RMSNorm"](x), 1e-5)
     return checks.report()
 
 

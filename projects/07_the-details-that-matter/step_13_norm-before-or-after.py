@@ -5,14 +5,14 @@
 
 In pre-norm the stream runs from the first layer to the last through + alone. So it grows with
 depth, and the norm before the head divides it by its size. A late layer adds to a stream that is
-already large, so it counts for less. The more layers there are, the smaller the last one's gradient:
-it falls as 1/√L. In post-norm every sum goes through a norm, so the stream doesn't grow, and the
-last layer's gradient doesn't depend on the depth (Xiong et al. 2020, theorem 1). There it is large
-from the first step on, so the paper trains post-norm with a warm-up: small steps first.
+already large, so it counts for less. The more layers there are, the smaller is the last one's
+gradient: it falls as 1/√L. In post-norm every sum goes through a norm, so the stream doesn't grow,
+and the last layer's gradient doesn't depend on the depth (Xiong et al. 2020, theorem 1). It is
+large from the first step on, so post-norm models are trained with a warm-up: small steps first.
 
-This is so from plain initial weights of std 1/√(inputs). GPT-2's start also divides the weights that
-write into the stream by √(2L). A gradient that flows back through such weights shrinks with them, in
-both orders. So from GPT-2's start the last layer's gradient falls as 1/√L in post-norm too.
+This is so from plain initial weights, of std 1/√(inputs). GPT-2's start also divides the weights
+that write into the stream by √(2L). A gradient that flows back through such weights shrinks with
+them, in both orders. So from GPT-2's start the last gradient falls as 1/√L in post-norm too.
 
     python step_13_norm-before-or-after.py
 
@@ -118,8 +118,8 @@ def main() -> int:
     console.say("Look at post-norm: p is near 0 from a plain start, and near -1/2 from GPT-2's.")
 
     checks = Checks()
-    checks.close("plain start, pre-norm: power -1/2", powers["pre-norm", "plain"], -0.5, 0.2)
-    checks.close("plain start, post-norm: power 0", powers["post-norm", "plain"], 0.0, 0.2)
+    checks.close("plain pre-norm: p = -1/2", powers["pre-norm", "plain"], -0.5, 0.2)
+    checks.close("plain post-norm: p = 0", powers["post-norm", "plain"], 0.0, 0.2)
     return checks.report()
 
 
