@@ -104,7 +104,7 @@ def draw_picture(model: ExpertsGPT, corpus: data.Corpus, text: str) -> Path:
     shares = torch.zeros(len(text), model.cfg.n_experts).scatter(1, chosen, gates)
     figure = figures.new_figure(8, 2.4)
     axes = figure.subplots()
-    axes.imshow(shares.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.imshow(shares.T.tolist(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_xticks(range(len(text)), ["_" if c == " " else c for c in text])
     axes.set_yticks(range(model.cfg.n_experts), [f"expert {e}" for e in range(model.cfg.n_experts)])
     axes.set_title("the darker, the larger the gate")
