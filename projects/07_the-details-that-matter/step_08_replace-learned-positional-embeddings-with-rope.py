@@ -4,8 +4,8 @@ A score is the dot product of a query and a key, which does not know where the t
 Chapter 05 added a learned vector for the position to each token's embedding. Rotary position
 embedding (RoPE; Su et al. 2021) adds nothing. It takes the channels of a query two by two and reads
 each pair (x0, x1) as the tip of a clock hand. It turns the hand by its speed times the position,
-and turns keys in the same way. Each pair has a speed of its own: the fastest comes round again after
-about six tokens and hardly tells position 1 from 7; a slow one can.
+and turns keys in the same way. Each pair has a speed of its own: the fastest comes round again
+after about six tokens and hardly tells position 1 from 7; a slow one can.
 
 In a score, each pair counts by the angle between the query's hand and the key's. Move both tokens
 five positions on: both hands turn by the same extra angle, the angle between them stays, and the
