@@ -186,3 +186,26 @@ def bands(axes, xs: Sequence[float], parts: list[list[float]]) -> None:
     axes.stackplot(xs, list(zip(*parts)), colors=EIGHT, linewidth=0)
     axes.margins(0)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def vector_bars(axes, vector: list[float], title: str) -> None:
+    """A vector as bars, its mean as a line and one standard deviation to both sides as a band."""
+    n = len(vector)
+    mean = sum(vector) / n
+    std = math.sqrt(sum((value - mean) ** 2 for value in vector) / n)
+    axes.bar(range(n), vector, color=COLOURS[0])
+    axes.axhspan(mean - std, mean + std, color=COLOURS[4], alpha=0.25, linewidth=0)
+    axes.axhline(mean, color=COLOURS[1])
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_title(f"{title}\nmean {round(mean, 2) + 0.0:.2f}, std {std:.2f}", fontsize=11)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def boxes_in_a_row(axes, widths: dict[str, float], row: float, colour: str) -> None:
+    """Named boxes side by side at the height `row`, each as wide as its number."""
+    left = 0.0
+    for name, width in widths.items():
+        axes.barh(row, width, height=0.7, left=left, color=colour, edgecolor="white", linewidth=3)
+        axes.text(left + width / 2, row, f"{name}\n{width:,}", ha="center", va="center", color="white")
+        left += width

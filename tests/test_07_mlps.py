@@ -31,23 +31,38 @@ def config(modern, **changes):
 # ---------------------------------------------------------------- activations
 
 
-@pytest.mark.parametrize("name", step_06.PAIRS)
+TORCHS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
 def test_activations_and_their_slopes_are_torchs(name):
-    ours, theirs = step_06.PAIRS[name]
-    x = torch.cat((torch.linspace(-30, 30, 2001, dtype=torch.float64), torch.tensor([-1e4, 1e4]))).requires_grad_()
-    (slope,) = torch.autograd.grad(theirs(x).sum(), x)
-    assert (ours(x)[0] - theirs(x)).abs().max() < 1e-12 and (ours(x)[1] - slope).abs().max() < 1e-12
+    ours, theirs = getattr(step_06, name), TORCHS[name]
+    x = torch.cat((torch.linspace(-30, 30, 2001, dtype=torch.float64), torch.tensor([-1e4, 1e4])))
+    assert (ours(x) - theirs(x)).abs().max() < 1e-12
+    assert (step_06.slope(ours, x) - step_06.slope(theirs, x)).abs().max() < 1e-12
 
 
 def test_known_values_of_activations():
     one = torch.ones(1, dtype=torch.float64)
-    assert step_06.gelu(one)[0].item() == pytest.approx(0.8413447, abs=5e-8)
-    assert step_06.gelu_tanh(one)[0].item() == pytest.approx(0.8411920, abs=5e-8)
+    assert step_06.gelu(one).item() == pytest.approx(0.8413447, abs=5e-8)
+    assert step_06.gelu_tanh(one).item() == pytest.approx(0.8411920, abs=5e-8)
     x = torch.linspace(-6, 6, 12_001, dtype=torch.float64)
-    gap = (step_06.gelu(x)[0] - step_06.gelu_tanh(x)[0]).abs()
+    gap = (step_06.gelu(x) - step_06.gelu_tanh(x)).abs()
     assert gap.max().item() == pytest.approx(4.7e-4, abs=5e-6)
     assert abs(x[gap.argmax()].item()) == pytest.approx(2.70, abs=0.01)
-    assert torch.equal(F.gelu(x), F.gelu(x, approximate="none")) and not torch.equal(F.gelu(x), step_06.gelu_tanh(x)[0])
+    assert torch.equal(F.gelu(x), F.gelu(x, approximate="none")) and not torch.equal(F.gelu(x), step_06.gelu_tanh(x))
+
+
+def mean_square(activation):
+    """E[activation(z)²] for z ~ N(0, 1), by the trapezoid rule in float64."""
+    z = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    return torch.trapezoid(activation(z).square() * density, z).item()
 
 
 def test_mean_squares_under_a_gaussian():
@@ -56,11 +71,11 @@ def test_mean_squares_under_a_gaussian():
 
     z, weights = np.polynomial.hermite_e.hermegauss(100)
     silu = float((weights * (z / (1 + np.exp(-z))) ** 2).sum() / weights.sum())
-    relu = step_06.mean_square(lambda x: (x.clamp(min=0), None))
+    relu = mean_square(lambda x: x.clamp(min=0))
     assert relu == pytest.approx(0.5, abs=1e-9)
-    assert step_06.mean_square(step_06.relu2_pair) == pytest.approx(1.5, abs=1e-9)
-    assert step_06.mean_square(step_06.gelu) == pytest.approx(1 / 3 + 1 / (2 * math.pi * math.sqrt(3)), abs=1e-9)
-    assert step_06.mean_square(step_06.silu) == pytest.approx(silu, abs=1e-8)
+    assert mean_square(step_06.relu2) == pytest.approx(1.5, abs=1e-9)
+    assert mean_square(step_06.gelu) == pytest.approx(1 / 3 + 1 / (2 * math.pi * math.sqrt(3)), abs=1e-9)
+    assert mean_square(step_06.silu) == pytest.approx(silu, abs=1e-8)
     assert silu == pytest.approx(0.355776, abs=1e-6)
 
 
@@ -122,10 +137,14 @@ def test_the_8_3_rule(modern):
     assert modern.swiglu_hidden(256, 64) == 704 and 3 * 256 * 704 / (8 * 256**2) == pytest.approx(1.0313, abs=6e-5)
     assert modern.swiglu_hidden(4096, 256) == 11_008  # Llama's (Touvron et al. 2023)
     assert modern.make_mlp(config(modern, d_model=96, multiple_of=32)).down_proj.in_features == 256
-    row, note = step_07.size_note(768, 1)
-    assert note is None and row[-1] == "1.00000"
-    row, note = step_07.size_note(256, 64)
-    assert row[-1] == "1.03125" and "+16,384" in note
+    assert 3 * 256 * 704 - 8 * 256**2 == 16_384
+
+
+def test_the_page_says_where_the_sizes_differ(capsys):
+    assert step_07.main() == 0
+    rows = {tuple(line.split()[:2]): line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["768", "1"][2:] == ["2048", "4,718,592", "+0.00%"]
+    assert rows["256", "64"][2:] == ["704", "540,672", "+3.12%"]
 
 
 def test_the_feed_forward_half_is_two_thirds_of_a_block(modern):
@@ -143,9 +162,17 @@ def experts(modern, **changes):
     )
 
 
+def sizes(modern, cfg):
+    """Parameters of a mixture in all, and those that one token meets: the router and k experts."""
+    with torch.device("meta"):
+        moe = modern.MoE(cfg)
+    total, expert = (sum(p.numel() for p in module.parameters()) for module in (moe, moe.experts[0]))
+    return total, total - (cfg.n_experts - cfg.top_k) * expert
+
+
 def test_a_mixture_counts_what_is_published(modern):
     cfg = modern.ModernConfig(d_model=768, n_heads=12, mlp_type="moe", n_experts=8, top_k=2)
-    total, active = step_09.sizes(cfg)
+    total, active = sizes(modern, cfg)
     assert (total, active) == (37_754_880, 9_443_328)
     with torch.device("meta"):
         assert sum(p.numel() for p in modern.MoE(cfg).parameters()) == total

@@ -37,10 +37,35 @@ def test_the_command_that_changes_every_variant_runs_from_the_chapters_folder(tm
     assert {config["init_std"] for config in record["settings"]["variants"].values()} == {"fan_in"}
 
 
-def test_every_step_and_the_number_of_sabotages_are_named():
+def test_every_page_has_its_heading_its_picture_and_its_command():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    steps = sorted(path.name[5:7] for path in FOLDER.glob("step_*.py"))
-    assert re.findall(r"^\| (\d\d) \|", readme, re.MULTILINE) == steps
+    steps = sorted(FOLDER.glob("step_*.py"))
+    sections = dict(re.findall(r"^### (\d\d) · (.+?)(?=^##)", readme, re.MULTILINE | re.DOTALL))
+    assert list(sections) == [step.name[5:7] for step in steps]
+    for step in steps:
+        section = sections[step.name[5:7]]
+        assert f"    python {step.name}\n" in section
+        if "draws outputs/" in step.read_text(encoding="utf-8"):
+            assert f"](expected/{step.name[:7]}.png)" in section
+
+
+def test_the_claims_quote_what_the_pages_printed():
+    """Every number with its interval, and every ratio and power, stands in the output of the page that is named."""
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    quoted = 0
+    for row in re.findall(r"^\| .+ \| .+ \| `step_\d\d` \|$", readme, re.MULTILINE):
+        page = row.split("`")[1]
+        printed = (FOLDER / "expected" / f"{page}.txt").read_text(encoding="utf-8")
+        for number in re.findall(r"[+-]\d\.\d{3} ± \d\.\d{3}|[+-]\d\.\d\d\b(?!\d)|\b\d\.\d\d(?= times)", row):
+            assert number in printed, (page, number)
+            quoted += 1
+    assert quoted == 8
+
+
+def test_the_sabotages_are_counted_and_listed():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     sabotages = chapters.load_file(FOLDER / "break_it.py").CASE.sabotages
     words = {13: "thirteen", 18: "eighteen"}
     assert f"{words[len(sabotages)]} sabotages, {words[sum(not s.loud for s in sabotages)]} of them silent" in readme
+    table = readme[readme.index("| name | symptom | cause |") :]
+    assert re.findall(r"^\| ([a-z0-9-]+) \|", table, re.MULTILINE)[1:] == [s.name for s in sabotages]

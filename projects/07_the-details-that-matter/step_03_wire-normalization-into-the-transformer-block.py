@@ -1,13 +1,21 @@
-"""Step 03: wire normalization into the transformer block.
+"""Step 03: where does the norm stand in the model, and how do we choose which norm it is?
 
-Steps 01 and 02 built two norms; this one chooses between them by name and puts the choice into chapter 05's block,
-which normalises what each half *reads* (pre-norm). Beside it stands the older order, which normalises what each half
-leaves on the residual stream (post-norm). Nothing is trained here.
+The residual stream is the vector that runs through the model, one for each token. A layer reads it
+and adds its own output to it. Chapter 05's block has two such layers; both read through a norm:
+
+    x = x + self.attn(self.norm1(x))
+    x = x + self.mlp(self.norm2(x))
+
+The stream itself, the x before the +, is never normalised. It may grow, as every layer adds
+something. The norm hides this growth from the layer that reads. One more norm stands before the
+head. This order is called pre-norm; step 13 moves the norm behind the + and compares.
+
+Chapter 05's block and model each have a small method make_norm() that says which norm to build. To
+build a model with another norm, we override those methods and nothing else.
 
     python step_03_wire-normalization-into-the-transformer-block.py
 
-prints the gradient that reaches the first and the last layer, by depth, for both orders and two starts, and the
-checks; about six seconds.
+draws outputs/step_03.png. Step 04 measures the stream in more detail.
 
 Shapes: B batch, T positions, C = d_model, L layers.
 """
@@ -15,21 +23,21 @@ Shapes: B batch, T positions, C = d_model, L layers.
 import math
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, console, data
+from shared import chapters, cli, console, data, figures
 from shared.checks import Checks
 from shared.randomness import generator
 
 gpt = chapters.load_build(5)
 RMSNorm = chapters.load_step(7, 2).RMSNorm
+
+# ---------------------------------------------------------------- the idea
 
 NORM_TYPES = ("layernorm", "rmsnorm", "none")
 
@@ -54,20 +62,10 @@ class NormConfig(gpt.GPTConfig):
 
 
 class NormBlock(gpt.Block):
-    """Chapter 05's pre-norm block, its forward untouched, with the norm that the config names."""
+    """Chapter 05's block with the norm that the config names; forward() is chapter 05's."""
 
     def make_norm(self, cfg: NormConfig) -> nn.Module:
         return make_norm(cfg.norm_type, cfg.d_model, cfg.norm_eps)
-
-
-class PostNormBlock(NormBlock):
-    """The order of the first transformer (Vaswani et al. 2017): add, then normalise the sum."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, T, C) -> (B, T, C): every layer's sum goes through a norm, so nothing passes untouched."""
-        x = self.norm1(x + self.attn(x))
-        x = self.norm2(x + self.mlp(x))
-        return x
 
 
 class NormGPT(gpt.GPT):
@@ -80,67 +78,66 @@ class NormGPT(gpt.GPT):
         return make_norm(cfg.norm_type, cfg.d_model, cfg.norm_eps)
 
 
-class PostNormGPT(NormGPT):
-    def make_block(self, cfg: NormConfig) -> nn.Module:
-        return PostNormBlock(cfg)
+# ---------------------------------------------------------------- look at it
 
 
-def check_block(checks: Checks, block_class: type, name: str) -> None:
-    """A block against torch's own, with the same random weights: output and the gradient of its input."""
-    cfg = NormConfig(n_heads=3, d_model=12)
-    ours, draw = block_class(cfg), generator(1, "step_03", "block")
-    for p in ours.parameters():
-        nn.init.normal_(p, std=0.3, generator=draw)
-    norm_first = block_class is NormBlock
-    theirs = nn.TransformerEncoderLayer(12, 3, 48, 0.0, F.gelu, 1e-5, batch_first=True, norm_first=norm_first)
-    order = [*ours.attn.parameters(), *ours.mlp.parameters(), *ours.norm1.parameters(), *ours.norm2.parameters()]
-    theirs.load_state_dict(dict(zip(theirs.state_dict(), order, strict=True)))
-    x, dy = torch.randn(2, 5, 7, 12, generator=draw)
-    seen = []
-    for forward in (ours, partial(theirs, src_mask=nn.Transformer.generate_square_subsequent_mask(7))):
-        leaf = x.clone().requires_grad_()
-        y = forward(leaf)
-        y.backward(dy)
-        seen.append((y, leaf.grad))
-    checks.close(f"{name} block against torch's: y", seen[0][0], seen[1][0], 1e-5)
-    checks.close(f"{name} block against torch's: dL/dx", seen[0][1], seen[1][1], 1e-5)
+@torch.no_grad()
+def sizes_by_layer(model: NormGPT, idx: torch.Tensor) -> tuple[list[float], list[float]]:
+    """The root mean square of the stream before each block, and of what the block's MLP reads."""
+    stream = []
+    read = []
+    x = model.embed(idx)
+    for block in model.blocks:
+        x = x + block.attn(block.norm1(x))
+        stream.append(x.square().mean().sqrt().item())
+        read.append(block.norm2(x).square().mean().sqrt().item())
+        x = x + block.mlp(block.norm2(x))
+    return stream, read
 
 
-def gradients(model_class: type, n_layers: int, start: str) -> tuple[float, float]:
-    """The norm of dL/d(mlp.fc.weight) in the first and in the last of n_layers, untrained, on one batch of text."""
-    corpus = data.load_corpus("docs", "char", 32)
-    model = model_class(NormConfig(n_layers=n_layers), corpus.vocab_size)
-    gpt.init_parameters(model, seed=1, std="fan_in" if start == "plain 1/√fan_in" else 0.02)
-    if start == "plain 1/√fan_in":  # undo the division by √(2L)
-        for module in model.modules():
-            if isinstance(module, gpt.ResidualWriter):
-                module.weight.data *= math.sqrt(2 * n_layers)
-    model(*data.sample_batch(corpus.train, 32, 8, generator(1, "batches")))[1].backward()
-    return tuple(model.blocks[i].mlp.fc.weight.grad.norm().item() for i in (0, -1))
+def draw_picture(corpus: data.Corpus) -> Path:
+    """The stream grows with depth; what a layer reads keeps its size, if there is a norm."""
+    idx = corpus.train[None, :32]
+    figure = figures.new_figure(8, 3)
+    panels = figure.subplots(1, 3, sharey=True)
+    for axes, norm_type in zip(panels, NORM_TYPES):
+        model = NormGPT(NormConfig(n_layers=24, norm_type=norm_type), corpus.vocab_size)
+        gpt.init_parameters(model, seed=1, std="fan_in")
+        stream, read = sizes_by_layer(model, idx)
+        axes.plot(range(1, 25), stream, color=figures.COLOURS[0], label="the stream")
+        axes.plot(range(1, 25), read, "--", color=figures.COLOURS[1], label="what the MLP reads")
+        axes.set(title=norm_type, xlabel="layer", ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("root mean square")
+    panels[0].legend(frameon=False)
+    return figures.save(figure, __file__)
 
 
 def main() -> int:
+    corpus = data.load_corpus("docs", "char", 32)
+    console.say(f"picture: {draw_picture(corpus)}")
+    console.say()
+    console.say("Compare the two lines. In 24 untrained layers the stream grows about tenfold,")
+    console.say("and yet with a norm every MLP reads a vector of size 1. With none there is only")
+    console.say("one line: the MLP reads the stream as it is, and adds next to nothing to it.")
+
     checks = Checks()
-    checks.raises("an unknown name", ValueError, ["batchnorm", *NORM_TYPES], lambda: make_norm("batchnorm", 8))
-    check_block(checks, NormBlock, "pre-norm")
-    check_block(checks, PostNormBlock, "post-norm")
-    console.say("The gradient of mlp.fc.weight in the first and the last layer, untrained, on one batch of text")
-    headers, depths = ["pre-norm first", "pre-norm last", "post-norm first", "post-norm last"], (2, 6, 12, 24, 48)
-    for start in ("GPT-2's", "plain 1/√fan_in"):
-        seen = [(*gradients(NormGPT, L, start), *gradients(PostNormGPT, L, start)) for L in depths]
-        console.say(f"\nStart: {start}")
-        console.say()
-        console.say(
-            console.Table(["layers", *headers], [[str(L), *(f"{g:.4f}" for g in row)] for L, row in zip(depths, seen)])
-        )
-        console.say()
-        slopes = [
-            math.log(deep / shallow) / math.log(depths[-1] / depths[0]) for shallow, deep in zip(seen[0], seen[-1])
-        ]
-        console.say("It goes with the depth L as " + ", ".join(f"{n}: L^{s:+.2f}" for n, s in zip(headers, slopes)))
-    # Xiong et al. 2020, theorem 1: with a plain start the last layer's gradient falls as 1/√L in pre-norm only.
-    checks.close("plain start, pre-norm last: power of L", slopes[1], -0.5, 0.2)
-    checks.close("plain start, post-norm last: power of L", slopes[3], 0.0, 0.2)
+    plain = gpt.GPT(gpt.GPTConfig(), corpus.vocab_size)
+    ours = NormGPT(NormConfig(norm_type="layernorm"), corpus.vocab_size)
+    gpt.init_parameters(plain, seed=1)
+    gpt.init_parameters(ours, seed=1)
+    idx, targets = data.sample_batch(corpus.train, 32, 8, generator(1, "step_03", "batch"))
+    logits, _ = ours(idx)
+    checks.close("layernorm: as chapter 05", logits, plain(idx)[0], 0)
+
+    rms = NormGPT(NormConfig(norm_type="rmsnorm"), corpus.vocab_size)
+    gpt.init_parameters(rms, seed=1)
+    saved = gpt.count_parameters(ours) - gpt.count_parameters(rms)
+    checks.equal("rmsnorm: 320 biases less", saved, 5 * 64)
+    _, loss = rms(idx, targets)
+    checks.close("rmsnorm: first loss, ln V", loss, math.log(corpus.vocab_size), 0.25)
+    _, read = sizes_by_layer(rms, idx)
+    checks.close("rmsnorm: MLPs read size 1", torch.tensor(read), torch.ones(2), 1e-2)
     return checks.report()
 
 

@@ -1,11 +1,19 @@
-"""Step 05: train the norms side by side.
+"""Step 05: does the norm matter, and does it matter which one?
 
-Step 03's model with LayerNorm, with RMSNorm and with none, from the same numbers on the same batches, watched with
-step 04's hooks. Short runs of a small model: build.py repeats the comparison at the chapter's size.
+We train step 03's model with LayerNorm, with RMSNorm and with no norm. But a loss also depends on
+chance: on the initial weights, and on which text comes in which batch. The seed decides both. A
+change of seed can move the loss by more than a change of norm, so a run with LayerNorm at one seed
+and a run with RMSNorm at another can't be compared.
+
+The way out is to pair them. With one seed, both models get the same batches, and every weight that
+both have gets the same initial value. What chance does to one it also does to the other, and in the
+difference of the two losses it cancels. We take that difference at each seed, then the mean of the
+differences. The ± is a 95 % interval: if it doesn't reach 0, the norm made a difference.
 
     python step_05_train-the-norms-side-by-side.py
 
-prints the losses with their paired differences, the stream by layer, and the checks; about eight seconds.
+draws outputs/step_05.png. These are short runs of a small model; build.py does it at more length.
+A loss is in nats: a model that gives the right next token the probability p pays -ln p.
 """
 
 import math
@@ -15,77 +23,90 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, comparison, console, data, training
+from shared import chapters, cli, console, data, figures, training, verdict
 from shared.checks import Checks
-from shared.kernels import fastest_float32
-from shared.training import TrainingSettings
 
 gpt = chapters.load_build(5)
-step_03, step_04 = chapters.load_step(7, 3), chapters.load_step(7, 4)
+step_03 = chapters.load_step(7, 3)
 
-SEEDS = (1, 2, 3)
-SETTINGS = TrainingSettings(steps=60, batch_size=16, observe_every=60)
+SEEDS = (1, 2, 3, 4)
+SETTINGS = training.TrainingSettings(steps=60, batch_size=8)
+
+# ---------------------------------------------------------------- the idea
 
 
-def train(norm_type: str, seed: int, corpus: data.Corpus) -> comparison.Result:
-    """One run: the batches and every parameter that the variants share depend on the seed alone."""
+def train(norm_type: str, seed: int, corpus: data.Corpus) -> training.History:
+    """One run. The seed alone decides the initial weights and the batches."""
     model = step_03.NormGPT(step_03.NormConfig(norm_type=norm_type), corpus.vocab_size)
     gpt.init_parameters(model, seed)
-    history = training.train(model, corpus, SETTINGS, seed, observe=step_04.observe)
-    return comparison.Result(comparison.Run(norm_type, seed), gpt.count_parameters(model), history)
+    return training.train(model, corpus, SETTINGS, seed)
 
 
-def loss_table(results: list[comparison.Result]) -> console.Table:
-    """A row per norm: parameters, mean validation loss, the paired difference to LayerNorm and what it is worth."""
-    rows = []
-    for norm_type in step_03.NORM_TYPES:
-        parameters = next(r.parameters for r in results if r.run.variant == norm_type)
-        loss = comparison.mean_of(results, norm_type, lambda r: r.history.validation_loss)
-        difference = comparison.paired_difference(results, norm_type, "layernorm")
-        worth = ["-", "the baseline"] if norm_type == "layernorm" else [str(difference), difference.verdict]
-        rows.append([norm_type, f"{parameters:,}", f"{loss:.3f}", *worth])
-    return console.Table(["norm", "parameters", "validation loss", "difference to layernorm", "verdict"], rows)
+def paired_difference(losses: list[float], others: list[float]) -> verdict.Interval:
+    """The mean of loss minus other loss, taken seed by seed, and its 95 % interval."""
+    differences = [loss - other for loss, other in zip(losses, others)]
+    return verdict.interval(differences)
 
 
-def final_stream(results: list[comparison.Result], statistic: str, power: float = 1.0) -> console.Table:
-    """One statistic of the stream after the last step: a row per point, a column per norm, means over the seeds."""
+# ---------------------------------------------------------------- look at it
 
-    def mean(norm_type: str, point: str) -> float:
-        return comparison.mean_of(
-            results, norm_type, lambda r: r.history.observations[-1]["stream"][point][statistic] ** power
-        )
 
-    rows = [
-        [point, *(f"{mean(norm_type, point):.3f}" for norm_type in step_03.NORM_TYPES)]
-        for point in results[0].history.observations[-1]["stream"]
-    ]
-    return console.Table(["stream after", *step_03.NORM_TYPES], rows)
+def draw_picture(losses: dict[str, list[float]]) -> Path:
+    """Left: the losses at each seed. Right, on a scale as wide: their difference at each seed."""
+    figure = figures.new_figure(8, 3.2)
+    left, right = figure.subplots(1, 2)
+    seeds = [f"seed {seed}" for seed in SEEDS]
+    layernorm = losses["layernorm"]
+    rmsnorm = losses["rmsnorm"]
+    differences = [loss - other for loss, other in zip(rmsnorm, layernorm)]
+    left.plot(seeds, layernorm, "o", markersize=8, color=figures.COLOURS[0], label="LayerNorm")
+    left.plot(seeds, rmsnorm, "s", color=figures.COLOURS[1], label="RMSNorm")
+    right.plot(seeds, differences, "s", color=figures.COLOURS[1])
+    right.axhline(0, color="black", linewidth=0.8)
+    middle = sum(layernorm) / len(layernorm)
+    left.set(title="validation loss", ylim=(middle - 0.15, middle + 0.15))
+    right.set(title="RMSNorm minus LayerNorm", ylim=(-0.15, 0.15))
+    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figures.save(figure, __file__)
 
 
 def main() -> int:
     corpus = data.load_corpus("docs", "char", 32)
-    corpus = replace(corpus, validation=corpus.validation[:20_000])
-    with fastest_float32():
-        results = [train(norm_type, seed, corpus) for seed in SEEDS for norm_type in step_03.NORM_TYPES]
-    console.say(
-        f"{SETTINGS.steps} steps at {len(SEEDS)} paired seeds; guessing evenly costs {math.log(corpus.vocab_size):.3f}"
-    )
+    corpus = replace(corpus, validation=corpus.validation[:10_000])
+    histories = {
+        norm_type: [train(norm_type, seed, corpus) for seed in SEEDS]
+        for norm_type in step_03.NORM_TYPES
+    }
+    losses = {name: [run.validation_loss for run in runs] for name, runs in histories.items()}
+    rows = []
+    for norm_type in step_03.NORM_TYPES:
+        difference = paired_difference(losses[norm_type], losses["layernorm"])
+        by_seed = [f"{loss:.3f}" for loss in losses[norm_type]]
+        rows.append([norm_type, *by_seed, "-" if norm_type == "layernorm" else str(difference)])
+    console.say("Validation loss after 60 steps:")
     console.say()
-    console.say(loss_table(results))
-    for what, statistic, power in (("Std", "var", 0.5), ("Kurtosis", "kurtosis", 1.0)):
-        console.say(f"\n{what} of the residual stream after training:")
-        console.say()
-        console.say(final_stream(results, statistic, power))
+    console.say(console.Table(["norm", *(f"seed {s}" for s in SEEDS), "minus layernorm"], rows))
+    console.say()
+
+    rms = paired_difference(losses["rmsnorm"], losses["layernorm"])
+    none = paired_difference(losses["none"], losses["layernorm"])
+    console.say(f"picture: {draw_picture(losses)}")
+    console.say()
+    console.say("Look at the last column: without a norm the loss is higher by far. For RMSNorm")
+    console.say(f"against LayerNorm: {rms.verdict}. The picture says why we pair:")
+    console.say("a seed that is bad for one norm is bad for the other, so the differences (right)")
+    console.say("vary far less than the losses (left).")
 
     checks = Checks()
-    by_run = {(r.run.variant, r.run.seed): r for r in results}
-    dropped = by_run["layernorm", 1].parameters - by_run["rmsnorm", 1].parameters
-    checks.equal("biases that RMSNorm does without: 5 of 64", dropped, 5 * 64)
-    for norm_type in step_03.NORM_TYPES:
-        first = sum(by_run[norm_type, seed].history.losses[0] for seed in SEEDS) / len(SEEDS)
-        checks.close(f"first loss, {norm_type}: near ln V", first, math.log(corpus.vocab_size), 0.25)
-    without = comparison.paired_difference(results, "none", "layernorm")
-    checks.true("no norm against LayerNorm", f"{without}", "higher", without.verdict == "higher")
+    checks.equal("no norm against LayerNorm", none.verdict, "higher")
+    for norm_type, runs in histories.items():
+        first = sum(run.losses[0] for run in runs) / len(runs)
+        uniform = math.log(corpus.vocab_size)
+        checks.close(f"{norm_type}: first loss, ln V", first, uniform, 0.25)
+    again = train("rmsnorm", 1, corpus)
+    checks.close("seed 1 again: the same loss", again.validation_loss, losses["rmsnorm"][0], 0)
     return checks.report()
 
 

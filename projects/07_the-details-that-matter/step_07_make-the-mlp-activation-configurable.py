@@ -1,14 +1,21 @@
-"""Step 07: make the MLP's activation configurable.
+"""Step 07: how wide must SwiGLU be, to be compared with a plain MLP?
 
-Step 06's functions get their matrices: one MLP for "gelu" and "relu2", and SwiGLU, which has three matrices where
-they have two. A comparison is fair at equal size only, so SwiGLU is narrower inside: the 8/3 rule.
+A plain MLP has two matrices: from C channels up to 4C, through an activation, and back to C. SwiGLU
+has three, since it needs a gate and an up. With 4C inside it would have 12 C² weights and not 8 C²,
+and if the larger model wins, that shows nothing. So SwiGLU is made narrower, until both are equal:
+
+    plain   2 matrices of C x 4C       2 · C · 4C    = 8 C²
+    SwiGLU  3 matrices of C x 8C/3     3 · C · 8C/3  = 8 C²
+
+This is the 8/3 rule. Where 8C/3 is no whole number, it is rounded down. Large models then round it
+up to a multiple of 64 or 256, since GPUs multiply such shapes faster. So SwiGLU gets a bit more.
 
     python step_07_make-the-mlp-activation-configurable.py
 
-prints what the rule gives at several widths, with the mismatch wherever there is one, and the checks; about three
-seconds. It trains nothing: build.py does, under two initializations, since the verdict on SwiGLU may depend on that.
+draws outputs/step_07.png. ResidualWriter is chapter 05's nn.Linear for a matrix that
+writes into the residual stream: its name tells the initialization to start it smaller.
 
-Shapes: C = d_model; an MLP works on the last axis, so any (..., C) will do.
+Shapes: C = d_model. An MLP works on the last axis, so x may be any (..., C).
 """
 
 import math
@@ -22,17 +29,15 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, console
+from shared import chapters, cli, console, figures
 from shared.checks import Checks
 from shared.randomness import generator
 
 gpt = chapters.load_build(5)
 step_06 = chapters.load_step(7, 6)
+relu2 = step_06.relu2
 
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)² (So et al. 2021)."""
-    return F.relu(x).square()
-
+# ---------------------------------------------------------------- the idea
 
 ACTIVATIONS = {"gelu": F.gelu, "relu2": relu2}  # of the plain MLP; a new one is one more entry
 DENSE_MLP_TYPES = (*ACTIVATIONS, "swiglu")
@@ -43,8 +48,8 @@ class MLPConfig(gpt.GPTConfig):
     """Chapter 05's shape, and which MLP stands in it."""
 
     mlp_type: str = "swiglu"
-    d_hidden: int | None = None  # width inside the MLP; None: 4C for gelu and relu2, 8/3 C for swiglu
-    multiple_of: int = 1  # the 8/3 rule's result is rounded up to a multiple of this
+    d_hidden: int | None = None  # width inside the MLP; None: 4C if plain, 8/3 C for SwiGLU
+    multiple_of: int = 1  # the 8/3 rule's width is rounded up to a multiple of this
 
 
 def swiglu_hidden(d_model: int, multiple_of: int = 1) -> int:
@@ -96,60 +101,48 @@ def make_mlp(cfg: gpt.GPTConfig) -> nn.Module:
     raise ValueError(f"unknown mlp_type {cfg.mlp_type!r}; valid: {', '.join(DENSE_MLP_TYPES)}")
 
 
-def size_note(d_model: int, multiple_of: int) -> tuple[list[str], str | None]:
-    """A row of the table, and a sentence wherever SwiGLU's weights and those of the plain MLP differ in number."""
-    hidden = swiglu_hidden(d_model, multiple_of)
-    swiglu, plain = 3 * d_model * hidden, 2 * d_model * 4 * d_model
-    row = [str(d_model), str(multiple_of), str(hidden), f"{swiglu:,}", f"{plain:,}", f"{swiglu / plain:.5f}"]
-    if swiglu == plain:
-        return row, None
-    return row, f"C = {d_model}, multiple of {multiple_of}: {swiglu - plain:+,} weights, {swiglu / plain - 1:+.2%}"
+# ---------------------------------------------------------------- look at it
 
 
-def check_swiglu(checks: Checks, shape: tuple[int, ...], d_hidden: int) -> None:
-    """Output and all gradients against step 06's formulas, chained by hand in float64."""
-    draw = generator(1, "step_07", shape)
-    mlp = SwiGLU(shape[-1], d_hidden).double()
-    for p in mlp.parameters():
-        nn.init.normal_(p, std=0.5, generator=draw)
-    x, dy = torch.randn(2, *shape, dtype=torch.float64, generator=draw)
-    leaf = x.clone().requires_grad_()
-    y = mlp(leaf)
-    y.backward(dy)
-    gate, up, down = (p.detach() for p in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight))
-    h, in_gate, in_up = step_06.swiglu(x @ gate.T, x @ up.T)
-    dgate, dup = (dy @ down) * in_gate, (dy @ down) * in_up
-    x, dy, h, dgate, dup = (t.reshape(-1, t.shape[-1]) for t in (x, dy, h, dgate, dup))  # tokens in a row
-    checks.close(f"SwiGLU {shape}: y", y.reshape(-1, shape[-1]), h @ down.T, 1e-12)
-    checks.close(f"SwiGLU {shape}: dL/dx", leaf.grad.reshape(-1, shape[-1]), dgate @ gate + dup @ up, 1e-12)
-    expected = {"gate_proj": dgate.T @ x, "up_proj": dup.T @ x, "down_proj": dy.T @ h}
-    for name, reference in expected.items():
-        checks.close(f"SwiGLU {shape}: dL/d{name}", mlp.get_submodule(name).weight.grad, reference, 1e-12)
+def draw_picture(d_model: int = 768) -> Path:
+    """Each matrix as a box as wide as the MLP is inside; all are C high."""
+    hidden = swiglu_hidden(d_model)
+    figure = figures.new_figure(8, 2.6)
+    axes = figure.subplots()
+    plain = {"fc": 4 * d_model, "proj": 4 * d_model}
+    swiglu = {"gate": hidden, "up": hidden, "down": hidden}
+    figures.boxes_in_a_row(axes, plain, 1.0, figures.COLOURS[0])
+    figures.boxes_in_a_row(axes, swiglu, 0.0, figures.COLOURS[1])
+    axes.set_yticks((0, 1), ("SwiGLU", "plain MLP"))
+    axes.set_xticks((0, 8 * d_model), ("0", f"8C = {8 * d_model:,}"))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return figures.save(figure, __file__)
 
 
 def main() -> int:
-    notes = [size_note(*pair) for pair in ((64, 1), (96, 1), (256, 1), (256, 64), (768, 1), (768, 256), (4096, 256))]
-    headers = ["C", "multiple of", "hidden", "SwiGLU: 3 C hidden", "plain: 8 C²", "ratio"]
-    console.say("Weights of an MLP, biases aside:")
-    console.say()
-    console.say(console.Table(headers, [row for row, _ in notes]))
-    console.say("\nNot the same size:\n" + "\n".join(f"  {note}" for _, note in notes if note))
+    rows = []
+    for d_model, multiple_of in ((64, 1), (256, 1), (256, 64), (768, 1), (4096, 256)):
+        hidden = swiglu_hidden(d_model, multiple_of)
+        weights = 3 * d_model * hidden
+        plain = 8 * d_model**2
+        more = f"{weights / plain - 1:+.2%}"
+        rows.append([str(d_model), str(multiple_of), str(hidden), f"{weights:,}", more])
+    headers = ["C", "multiple of", "width inside", "SwiGLU's weights", "more than the plain MLP"]
+    console.say(console.Table(headers, rows))
+    console.say("\nLook at the last column: where it isn't +0.00%, the two are not of one size.")
+    console.say(f"\npicture: {draw_picture()}")
+    console.say("Two wide matrices and three narrow ones end at the same place.")
+
     checks = Checks()
-    checks.equal("C = 768: 3 C hidden = 8 C²", gpt.count_parameters(SwiGLU(768)), 8 * 768**2)
-    checks.equal("C = 256 in 64s: hidden", swiglu_hidden(256, 64), 704)
-    check_swiglu(checks, (2, 3, 5), 7)
-    check_swiglu(checks, (1, 4), 9)
-    draw = generator(1, "step_07", "plain")
-    x = torch.randn(3, 2, 12, generator=draw)
-    for mlp_type in ("gelu", "relu2"):
-        mlp = make_mlp(MLPConfig(d_model=12, n_heads=3, mlp_type=mlp_type, d_hidden=17))
-        for p in mlp.parameters():
-            nn.init.normal_(p, std=0.5, generator=draw)
-        activation = {"gelu": step_06.gelu, "relu2": step_06.relu2_pair}[mlp_type]
-        reference = F.linear(activation(F.linear(x, mlp.fc.weight, mlp.fc.bias))[0], mlp.proj.weight, mlp.proj.bias)
-        checks.close(f"{mlp_type}, 12 -> 17 -> 12", mlp(x), reference, 1e-5)
-    unknown = MLPConfig(mlp_type="gleu")
-    checks.raises("an unknown name", ValueError, ["gleu", *DENSE_MLP_TYPES], lambda: make_mlp(unknown))
+    checks.equal("C = 768: 8 C² weights", gpt.count_parameters(SwiGLU(768)), 8 * 768**2)
+    checks.equal("C = 256 in 64s: width", swiglu_hidden(256, 64), 704)
+    x = torch.randn(3, 2, 12, generator=generator(1, "step_07"))
+    mlp = make_mlp(MLPConfig(d_model=12, n_heads=3, mlp_type="gelu"))
+    reference = mlp.proj(step_06.gelu(mlp.fc(x)))
+    checks.close("gelu: as step 06's gelu", mlp(x), reference, 1e-6)
+    mlp = make_mlp(MLPConfig(d_model=12, n_heads=3, mlp_type="swiglu"))
+    reference = mlp.down_proj(step_06.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    checks.close("swiglu: as step 06's", mlp(x), reference, 1e-6)
     return checks.report()
 
 

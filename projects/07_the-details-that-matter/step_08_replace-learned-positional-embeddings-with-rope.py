@@ -1,29 +1,36 @@
-"""Step 08: replace the learned position embeddings with RoPE.
+"""Step 08: tell attention where a token stands by turning its query and its key.
 
-Chapter 05 added a trained vector to each position. RoPE adds nothing: it turns queries and keys by an angle that grows
-with their position, so that a score depends on their distance alone. Two layouts of pairs are in use: both are here.
+A score is the dot product of a query and a key, which does not know where the two tokens stand.
+Chapter 05 added a learned vector for the position to each token's embedding. Rotary position
+embedding (RoPE; Su et al. 2021) adds nothing. It takes the channels of a query two by two and reads
+each pair (x0, x1) as the tip of a clock hand. It turns the hand by its speed times the position,
+and turns keys in the same way. Each pair has a speed of its own: the fastest comes round again
+after about six tokens and hardly tells position 1 from 7; a slow one can.
+
+In a score, each pair counts by the angle between the query's hand and the key's. Move both tokens
+five positions on: both hands turn by the same extra angle, the angle between them stays, and the
+score stays too. So a position enters the score only as the distance between the tokens.
 
     python step_08_replace-learned-positional-embeddings-with-rope.py
 
-prints what RoPE and learned positions do beyond the length they were trained on, and the checks; about eight seconds.
+draws outputs/step_08.png. Step 12 asks whether a model learns better with it.
+Shapes: B batch, H heads, T positions, D = head_dim, so D/2 pairs. rope_base: step 10's config.
 """
 
 import sys
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, console, data, training
+from shared import chapters, cli, console, figures
 from shared.checks import Checks
-from shared.comparison import interval
-from shared.kernels import fastest_float32
 from shared.randomness import generator
 
 gpt = chapters.load_build(5)
+
+# ---------------------------------------------------------------- the idea
 
 
 def build_rope_cache(
@@ -85,73 +92,57 @@ class RotaryAttention(gpt.CausalSelfAttention):
 
 
 def apply_rope_half_split(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The other layout: channel i pairs with channel i + D/2 (GPT-NeoX, Hugging Face's Llama)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Another layout (Hugging Face's Llama): the same turns, but i is paired with i + D/2."""
+    x0, x1 = x.chunk(2, dim=-1)
+    return torch.cat((x0 * cos - x1 * sin, x1 * cos + x0 * sin), dim=-1)
 
 
-@dataclass(frozen=True)
-class RotaryConfig(gpt.GPTConfig):
-    rope_base: float = 10_000.0
+# ---------------------------------------------------------------- look at it
 
 
-class RotaryGPT(gpt.GPT):
-    def make_positions(self, cfg: RotaryConfig) -> None:
-        return None
-
-    def make_block(self, cfg: RotaryConfig) -> gpt.Block:
-        block = super().make_block(cfg)
-        block.attn = RotaryAttention(cfg)
-        return block
-
-
-def check_rotation(checks: Checks) -> None:
-    x, table = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), [half[3:] for half in build_rope_cache(4, 4)]
-    by_hand, draw = torch.tensor([[-1.2722325, -1.8388650, 2.8786681, 4.0881866]]), generator(1, "step_08")
-    checks.close("[1, 2, 3, 4] at position 3", apply_rope(x, *table), by_hand, 3e-7)
-    x, table = torch.randn(2, 3, 5, 8, dtype=torch.float64, generator=draw), build_rope_cache(5, 8)
-    turned, order = apply_rope(x, *table), torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # from one layout to the other
-    checks.close("half-split, permuted", apply_rope_half_split(x[..., order], *table), turned[..., order], 0)
-    q, k = torch.randn(2, 1, 8, generator=draw).expand(2, 1_000_006, 8)
-    q, k = (apply_rope(x, *build_rope_cache(1_000_006, 8)) for x in (q, k))
-    scores = (q[5:] * k[:-5]).sum(-1) / 8
-    checks.close("score of m + 5 and m, every m to a million", scores, scores[:1].expand(1_000_001), 1e-5)
+def scores_by_distance(key_position: int, n: int = 64, head_dim: int = 32) -> torch.Tensor:
+    """Scores (n,) of one key at key_position and one query 0, 1, ... n - 1 positions later."""
+    draw = generator(1, "step_08", "score")
+    key = torch.randn(head_dim, generator=draw)
+    query = key + 0.5 * torch.randn(head_dim, generator=draw)  # a query that looks for this key
+    cos, sin = build_rope_cache(key_position + n, head_dim)
+    cos, sin = cos[key_position:], sin[key_position:]  # now row 0 belongs to key_position
+    turned_key = apply_rope(key[None], cos, sin)[0]
+    return apply_rope(query.expand(n, head_dim), cos, sin) @ turned_key
 
 
-def losses_by_length(model_class: type, config: gpt.GPTConfig, corpus: data.Corpus, seed: int) -> list[float]:
-    """Train at block_size; validation loss there, and with the same weights at 2 and 4 times that, if they load."""
-    settings = training.TrainingSettings(steps=100, batch_size=16)
-    model = model_class(config, corpus.vocab_size)
-    gpt.init_parameters(model, seed)
-    losses = [training.train(model, corpus, settings, seed).validation_loss]
-    for times in (2, 4):
-        longer = model_class(replace(config, block_size=times * config.block_size), corpus.vocab_size)
-        with suppress(RuntimeError):  # what load_state_dict raises for a position embedding of another size
-            longer.load_state_dict(model.state_dict())
-            losses.append(training.evaluate(longer, corpus.validation, settings))
-    return losses
-
-
-def show(what: str, losses: tuple[float, ...], baseline: tuple[float, ...]) -> None:
-    difference = interval([a - b for a, b in zip(losses, baseline)])
-    console.say(f"{what}: {difference}, {difference.verdict}")
+def draw_picture() -> Path:
+    """Left: three pairs at positions 0 to 15. Right: the score by distance, early and late."""
+    figure = figures.new_figure(9, 2.8)
+    panels = figure.subplots(1, 4, width_ratios=(1, 1, 1, 2.4))
+    cos, sin = build_rope_cache(16, 32)
+    for axes, pair in zip(panels, (0, 4, 8)):
+        for t in range(16):
+            axes.plot((0, cos[t, pair]), (0, sin[t, pair]), color="C0", alpha=0.2 + 0.05 * t)
+        axes.set(title=f"pair {pair}", xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal")
+        axes.set_axis_off()
+    panels[3].plot(scores_by_distance(0), linewidth=5, alpha=0.4, label="early")
+    panels[3].plot(scores_by_distance(5_000), label="5,000 tokens on")
+    panels[3].set(title="score of a query and a key", xlabel="distance in tokens", ylim=(-8, 28))
+    panels[3].legend(loc="lower right")
+    return figures.save(figure, __file__)
 
 
 def main() -> int:
-    checks, corpus = Checks(), data.load_corpus("docs", "char", 32)
-    check_rotation(checks)
-    corpus = replace(corpus, validation=corpus.validation[:15_000])
-    with fastest_float32():
-        runs = [losses_by_length(gpt.GPT, gpt.GPTConfig(), corpus, seed) for seed in (1, 2, 3)]
-        rotary_runs = [losses_by_length(RotaryGPT, RotaryConfig(), corpus, seed) for seed in (1, 2, 3)]
-    (learned,), (rope, rope_64, rope_128) = zip(*runs), zip(*rotary_runs)
-    rows = [[f"{sum(losses) / 3:.3f}" for losses in (learned, rope, rope_64, rope_128)]]
-    console.say("Validation loss after 100 steps at length 32, means over 3 seeds; learned positions load no longer:")
-    console.say()
-    console.say(console.Table(["learned at 32", "RoPE at 32", "RoPE at 64", "RoPE at 128"], rows))
-    show("\nRoPE minus learned, at 32", rope, learned)
-    show("RoPE at 64 minus at 32", rope_64, rope)
-    show("RoPE at 128 minus at 32", rope_128, rope)
+    cos, sin = build_rope_cache(seq_len=4, head_dim=4)
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    turned = apply_rope(x.expand(4, 4), cos, sin)
+    console.say(f"picture: {draw_picture()}")
+    console.say("The first three panels: a hand at positions 0 to 15; it turns fast in pair 0 and")
+    console.say("hardly at all in pair 8. Right: the two curves lie on each other.")
+
+    checks = Checks()
+    by_formula = torch.tensor([-1.2722325, -1.8388650, 2.8786681, 4.0881866])
+    checks.close("[1, 2, 3, 4] at position 3", turned[3], by_formula, 1e-6)
+    checks.close("turning keeps the length", turned.norm(dim=-1), x.norm().expand(4), 1e-6)
+    late = scores_by_distance(5_000)
+    checks.close("5,000 tokens on: same scores", late, scores_by_distance(0), 2e-5)
+    checks.close("position 0 turns nothing", turned[0], x, 0)
     return checks.report()
 
 

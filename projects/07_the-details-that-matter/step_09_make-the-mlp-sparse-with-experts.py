@@ -1,18 +1,24 @@
-"""Step 09: make the MLP sparse with experts.
+"""Step 09: can a model have more parameters without more work for each token?
 
-Step 07's SwiGLU becomes one of several, and a router sends each token to the few that suit it: more parameters, no
-more work per token. This is the smallest mixture of experts that is right, a loop that reads like its definition;
-chapter 18 has everything that goes wrong with it, and how to make it fast.
+In a dense model every token meets every weight. Here the MLP becomes several smaller models side by
+side, the experts, each one a SwiGLU of step 07. A router looks at the token and picks the k experts
+that suit it best; the others do nothing for this token. So a token costs the work of k experts,
+however many there are. With k = 2 and experts as wide as the dense MLP was, that is twice the work
+of the dense MLP; with 8 experts, the layer holds four times the weights that a token uses.
+
+The router is one matrix. It gives each expert a score, and a softmax makes the scores into shares.
+The k largest shares are kept and divided by their sum. These are the gates; they weigh the outputs.
+So the router learns too: an expert that helps gets a larger share next time.
 
     python step_09_make-the-mlp-sparse-with-experts.py
 
-prints what a token pays for at several sizes, which experts five tokens go to, and the checks; about four seconds.
+draws outputs/step_09.png. Chapter 18 has all that goes wrong, and how to make it fast.
 
 Shapes: N tokens, C = d_model, E = n_experts, k = top_k.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,20 +27,22 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, console
+from shared import chapters, cli, console, data, figures, training
 from shared.checks import Checks
 from shared.randomness import generator
 
 gpt = chapters.load_build(5)
-MLPConfig = chapters.load_step(7, 7).MLPConfig
-SwiGLU = chapters.load_step(7, 7).SwiGLU
-swiglu_hidden = chapters.load_step(7, 7).swiglu_hidden
+step_07 = chapters.load_step(7, 7)
+SwiGLU = step_07.SwiGLU
+swiglu_hidden = step_07.swiglu_hidden
+
+# ---------------------------------------------------------------- the idea
 
 
 @dataclass(frozen=True)
-class ExpertsConfig(MLPConfig):
-    n_experts: int = 4  # so many SwiGLU experts,
-    top_k: int = 2  # of which each token uses so many
+class ExpertsConfig(step_07.MLPConfig):
+    n_experts: int = 4  # SwiGLU experts in the layer
+    top_k: int = 2  # experts that each token uses
 
 
 class MoE(nn.Module):
@@ -73,73 +81,68 @@ class MoE(nn.Module):
         return y.view_as(x)
 
 
-def sizes(cfg: ExpertsConfig) -> tuple[int, int]:
-    """Parameters in all, and those that one token meets: the router and k experts."""
-    with torch.device("meta"):  # shapes without memory
-        moe = MoE(cfg)
-    total, expert = (sum(p.numel() for p in module.parameters()) for module in (moe, moe.experts[0]))
-    return total, total - (cfg.n_experts - cfg.top_k) * expert
+# ---------------------------------------------------------------- look at it
 
 
-def random_moe(cfg: ExpertsConfig) -> MoE:
-    moe, draw = MoE(cfg).double(), generator(1, "step_09", cfg.n_experts)
-    for p in moe.parameters():
-        nn.init.normal_(p, std=0.4, generator=draw)
-    return moe
+class ExpertsGPT(gpt.GPT):
+    """Chapter 05's model with experts in every block."""
+
+    def make_block(self, cfg: ExpertsConfig) -> nn.Module:
+        block = super().make_block(cfg)
+        block.mlp = MoE(cfg)
+        return block
+
+
+@torch.no_grad()
+def draw_picture(model: ExpertsGPT, corpus: data.Corpus, text: str) -> Path:
+    """Which expert of the first block takes which character of a text, and with what gate."""
+    idx = torch.tensor([corpus.tokenizer.encode(text)])
+    block = model.blocks[0]
+    x = model.embed(idx)
+    x = x + block.attn(block.norm1(x))
+    gates, chosen = block.mlp.route(block.norm2(x)[0])
+    shares = torch.zeros(len(text), model.cfg.n_experts).scatter(1, chosen, gates)
+    figure = figures.new_figure(8, 2.4)
+    axes = figure.subplots()
+    axes.imshow(shares.T.tolist(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(text)), ["_" if c == " " else c for c in text])
+    axes.set_yticks(range(model.cfg.n_experts), [f"expert {e}" for e in range(model.cfg.n_experts)])
+    axes.set_title("the darker, the larger the gate")
+    return figures.save(figure, __file__)
 
 
 def one_by_one(moe: MoE, tokens: torch.Tensor) -> torch.Tensor:
-    """The definition, token by token: take the k largest logits, and weigh their experts by a softmax over those k."""
-    out = []
+    """Token by token, with a softmax over the k best scores alone, which gives the same gates."""
+    rows = []
     for token in tokens:
-        logits = moe.router.weight.float() @ token.float()
-        best = sorted(range(len(logits)), key=lambda e: (-logits[e].item(), e))[: moe.top_k]
-        weights = logits[best].softmax(0)
-        out.append(sum(w * moe.experts[e](token) for w, e in zip(weights, best)))
-    return torch.stack(out)
+        scores, best = (moe.router.weight @ token).topk(moe.top_k)
+        outputs = [moe.experts[e](token) for e in best]
+        rows.append(scores.softmax(0) @ torch.stack(outputs))
+    return torch.stack(rows)
 
 
 def main() -> int:
-    rows = []
-    for d_model, n_experts, top_k in ((64, 4, 2), (768, 4, 2), (768, 8, 2), (768, 64, 2)):
-        total, active = sizes(ExpertsConfig(d_model=d_model, n_experts=n_experts, top_k=top_k))
-        rows.append([str(d_model), str(n_experts), str(top_k), f"{total:,}", f"{active:,}", f"{2 * active:,}"])
-    console.say(console.Table(["C", "experts", "k", "parameters", "active per token", "FLOPs per token"], rows))
-
-    cfg = ExpertsConfig(d_model=12, n_heads=3, n_experts=5, top_k=2, d_hidden=7)
-    moe, draw = random_moe(cfg), generator(1, "step_09", "tokens")
-    x, dy = torch.randn(2, 3, 4, 12, dtype=torch.float64, generator=draw)
-    gates, chosen = moe.route(x.flatten(0, 1)[:5])
-    console.say(
-        "\nFive tokens: "
-        + "; ".join(f"{g[0]:.2f} of expert {c[0]}, {g[1]:.2f} of {c[1]}" for g, c in zip(gates, chosen))
-    )
+    corpus = data.load_corpus("docs", "char", 32)
+    corpus = replace(corpus, validation=corpus.validation[:2000])  # we don't look at that loss
+    model = ExpertsGPT(ExpertsConfig(), corpus.vocab_size)
+    gpt.init_parameters(model, seed=1)
+    training.train(model, corpus, training.TrainingSettings(steps=100, batch_size=16), seed=1)
+    console.say(f"picture: {draw_picture(model, corpus, 'Returns a tensor (float): x * 2')}")
+    console.say()
+    console.say("Read a column: the two experts of one character. Experts 0 and 1 share the")
+    console.say("letters, expert 3 has taken the closing bracket and the digit. Nobody told them.")
 
     checks = Checks()
-    total, active = sizes(ExpertsConfig(d_model=768, n_experts=8))
-    checks.equal("C = 768, 8 experts, k = 2: in all", total, 8 * 3 * 768 * 2048 + 8 * 768)
-    checks.equal("of which a token meets", active, 2 * 3 * 768 * 2048 + 8 * 768)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, reference = moe(ours), one_by_one(moe, theirs.flatten(0, 1)).view_as(x)
-    checks.close("against the definition: y", y, reference, 1e-6)  # the gates are float32
-    gradients = [
-        torch.autograd.grad(out, (leaf, *moe.parameters()), dy) for out, leaf in ((y, ours), (reference, theirs))
-    ]
-    for name, mine, hers in zip(("x", "router", "gate_proj of expert 0"), *gradients):
-        checks.close(f"against the definition: dL/d{name}", mine, hers, 1e-5)
-    everyone = random_moe(ExpertsConfig(d_model=12, n_heads=3, n_experts=3, top_k=3, d_hidden=7))
-    weights = (x @ everyone.router.weight.T).softmax(-1)
-    mixture = sum(weights[..., e, None] * expert(x) for e, expert in enumerate(everyone.experts))
-    checks.close("k = E: all experts, weighted by a softmax", everyone(x), mixture, 1e-6)
-    for expert in moe.experts:
-        expert.load_state_dict(moe.experts[0].state_dict())
-    checks.close("identical experts: the one dense MLP", moe(x), moe.experts[0](x), 1e-6)
-    moe.router.weight.data.zero_()
-    gates, chosen = moe.route(x.flatten(0, 1))
-    checks.equal("equal logits: the lowest numbers", chosen.unique(dim=0).tolist(), [[0, 1]])
-    checks.close("with equal gates", gates, torch.full((12, 2), 0.5), 0)
-    impossible = ExpertsConfig(n_experts=5, top_k=6)
-    checks.raises("more chosen than there are", ValueError, ["6", "5"], lambda: MoE(impossible))
+    moe = model.blocks[0].mlp
+    tokens = torch.randn(24, 64, generator=generator(1, "step_09"))
+    checks.close("MoE: as its definition", moe(tokens), one_by_one(moe, tokens), 1e-5)
+    expert = 3 * 64 * swiglu_hidden(64)
+    checks.equal("parameters, with router", gpt.count_parameters(moe), 4 * expert + 4 * 64)
+    gates, _ = moe.route(tokens)
+    checks.close("a token's gates sum to 1", gates.sum(-1), torch.ones(24), 1e-6)
+    for twin in moe.experts:
+        twin.load_state_dict(moe.experts[0].state_dict())
+    checks.close("equal experts: one MLP", moe(tokens), moe.experts[0](tokens), 1e-5)
     return checks.report()
 
 
