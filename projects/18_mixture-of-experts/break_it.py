@@ -149,7 +149,7 @@ def training_loss(patient: Patient) -> Reading:
 def loads(model: nn.Module) -> list[torch.Tensor]:
     """The tokens of every expert, layer by layer."""
     routings = model.forward_with_routing(text(1000)[0])[2]
-    return [routing.chosen.sum(0).double() for routing in routings]
+    return [routing.chosen.sum(0).cpu().double() for routing in routings]
 
 
 def load(patient: Patient) -> Reading:

@@ -84,7 +84,7 @@ def run(moe: BiasMoE, n_batches: int = 300) -> list[list[float]]:
     for n in range(n_batches):
         x = centre + torch.randn(128, 12, generator=generator(1, "step_07", n))
         _, routing = moe(x)
-        load = routing.chosen.sum(0).double()
+        load = routing.chosen.sum(0).cpu().double()
         loads.append((load / load.sum()).tolist())
         moe.update_bias(routing)
     return loads

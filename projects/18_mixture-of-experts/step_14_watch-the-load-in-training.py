@@ -57,7 +57,7 @@ def training_loss(
 def observe(model: nn.Module, idx: torch.Tensor) -> dict:
     """The last layer's load by expert on one batch, as parts of 1."""
     _, _, routings = model.forward_with_routing(idx)
-    load = routings[-1].chosen.sum(0).double()
+    load = routings[-1].chosen.sum(0).cpu().double()
     return {"load": (load / load.sum()).tolist()}
 
 

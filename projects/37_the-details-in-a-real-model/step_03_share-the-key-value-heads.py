@@ -79,7 +79,8 @@ class GroupedQueryAttention(modern.RotaryAttention):
 
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """RoPE on heads (B, heads, T, D) whose first position is `start`."""
-        return modern.apply_rope(x, self.cos[start:], self.sin[start:])
+        cos, sin = self.tables(x.device)
+        return modern.apply_rope(x, cos[start:], sin[start:])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) -> (B, T, C)."""
