@@ -52,11 +52,12 @@ def test_every_flag_that_the_readme_names_is_one():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     many = re.search(r"\n## Many cores.*?(?=\n## )", readme, re.DOTALL)  # test_ranks.py reads it
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", readme.replace(many[0], "")))
-    flags |= set(
-        re.findall(r'add_argument\("(--[a-z-]+)"', (ROOT / "shared" / "sabotage.py").read_text(encoding="utf-8"))
-    )
-    # pip's, chapter 05's, and torchrun's
-    assert named - {"--index-url", "--no-deps", "--sample", "--max-restarts"} <= flags
+    others = [ROOT / "shared" / "sabotage.py", *chapters.PROJECTS.glob("*/build.py")]
+    others += chapters.PROJECTS.glob("*/conversation.py")
+    for file in others:
+        flags |= set(re.findall(r'"(--[a-z-]+)"', file.read_text(encoding="utf-8")))
+    # pip's and torchrun's
+    assert named - {"--index-url", "--no-deps", "--max-restarts"} <= flags
 
 
 def test_the_top_level_holds_what_it_should():
