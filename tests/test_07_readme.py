@@ -29,7 +29,7 @@ def test_the_second_table_is_what_the_logs_say():
 
 def test_the_command_that_changes_every_variant_runs_from_the_chapters_folder(tmp_path):
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    (flags,) = re.findall(r"python build.py (--steps 400 .+)", readme)
+    (flags,) = re.findall(r"python build.py (--steps 400 .*init_std=fan_in)", readme)
     flags = flags.replace("400", "2").replace("16", "1").split()
     command = [sys.executable, "build.py", *flags, "--output-dir", str(tmp_path)]
     ran = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, encoding="utf-8")
