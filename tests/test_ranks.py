@@ -92,7 +92,9 @@ def test_a_rank_that_dies_ends_the_others_and_a_restart_goes_on(text, tmp_path):
     flags = ("--die", str(marker), "--every", "0", "--steps", "40")
     status, out, err = torchrun(tmp_path / "ranks", text, *flags, restarts=1)
     assert status == 0 and marker.exists(), err
-    assert "Traceback" not in err and "exitcode: -9" in err
+    # torchrun names the rank whose end it sees first: the killed one, or the one that missed it.
+    assert "Traceback" not in err
+    assert "exitcode: -9" in err or "another rank has ended" in err
     assert out.count("A test") == 2 and "runs are stored already" in out
     plan, results = one_process(tmp_path / "alone", text, "--steps", "40")
     recorded = json.loads((tmp_path / "ranks" / "results.json").read_text(encoding="utf-8"))

@@ -14,10 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
 from shared import cli, data, figures, report, runs, training
@@ -26,6 +22,10 @@ from shared.console import Table, UserError, printable, say
 from shared.randomness import generator
 from shared.training import TrainingSettings
 from shared.verdict import interval
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 # ---------------------------------------------------------------- config
 

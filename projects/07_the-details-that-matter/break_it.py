@@ -21,16 +21,16 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
 from shared import chapters, cli, data, sabotage, training
 from shared.chapters import Edit
 from shared.randomness import generator
 from shared.sabotage import Case, Instrument, Reading, Sabotage
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 CONTEXT = 32  # tokens
 SETTINGS = training.TrainingSettings(steps=200, batch_size=16)

@@ -20,16 +20,16 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
 from shared import chapters, cli, data, sabotage, training
 from shared.chapters import Edit
 from shared.randomness import generator
 from shared.sabotage import Case, Instrument, Reading, Sabotage
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 SHAPE = {"block_size": 16, "d_model": 32, "n_heads": 2, "d_hidden": 24, "balance_weight": 0.03}
 WEIGHT = SHAPE["balance_weight"]

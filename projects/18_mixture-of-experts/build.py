@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
 from shared import chapters, cli, data, figures, report, runs
 from shared.cli import Plan, Preset, Variant
 from shared.console import Table
 from shared.training import TrainingSettings
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 gpt = chapters.load_build(5)
 modern = chapters.load_build(7)  # the previous chapter's GPT: what this chapter doesn't change

@@ -41,17 +41,19 @@ SETTINGS = training.TrainingSettings(steps=120, observe_every=4)
 # ---------------------------------------------------------------- the idea
 
 
-def training_loss(
-    model: nn.Module, idx: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what is minimised, the cross-entropy alone), which is what gets reported."""
+def training_loss(model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
+    """(what is minimised, the cross-entropy that is reported, what the routers did)."""
     _, cross_entropy, routings = model.forward_with_routing(idx, targets)
     balance = [switch_balance_loss(routing.logits, model.cfg.top_k) for routing in routings]
+    mean = torch.stack(balance).mean()
+    return cross_entropy + model.cfg.balance_weight * mean, cross_entropy, routings
+
+
+def after_step(model: nn.Module, routings: list) -> None:
+    """After the optimizer's step: move the bias of the routers that have one."""
     for block, routing in zip(model.blocks, routings):
         if model.cfg.router_type == "bias":
             block.mlp.update_bias(routing)
-    mean = torch.stack(balance).mean()
-    return cross_entropy + model.cfg.balance_weight * mean, cross_entropy
 
 
 def observe(model: nn.Module, idx: torch.Tensor) -> dict:
@@ -68,7 +70,13 @@ def train(corpus: data.Corpus, **changes) -> training.History:
     model = SparseGPT(replace(CONFIG, **changes), corpus.vocab_size)
     gpt.init_parameters(model, seed=1)
     return training.train(
-        model, corpus, SETTINGS, seed=1, training_loss=training_loss, observe=observe
+        model,
+        corpus,
+        SETTINGS,
+        seed=1,
+        training_loss=training_loss,
+        after_step=after_step,
+        observe=observe,
     )
 
 

@@ -19,15 +19,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 
-import torch
-import torch.nn as nn
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
 from shared import chapters, cli, console, figures, files, sabotage
 from shared.chapters import Edit
 from shared.console import Table, say
 from shared.sabotage import Case, Instrument, Outcome, Reading, Sabotage, examine
+
+import torch
+import torch.nn as nn
 
 real = chapters.load_build(37)
 

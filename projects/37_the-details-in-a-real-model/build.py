@@ -27,16 +27,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
+
+from shared import chapters, cli, console, data, files
+from shared.console import Table, UserError, say
+
 import numpy as np
 import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
-
-from shared import chapters, cli, console, data, files
-from shared.console import Table, UserError, say
 
 if importlib.util.find_spec("gguf"):  # without it, WeightsFile says what to type
     import gguf

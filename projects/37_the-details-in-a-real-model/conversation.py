@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
 from shared import cli
 from shared.console import UserError, say
+
+import torch
 
 # A model may write any byte; those that steer a terminal must not get there.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

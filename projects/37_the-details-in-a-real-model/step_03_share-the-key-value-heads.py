@@ -9,8 +9,7 @@ three value heads. Three neighbouring queries share one of each:
     reads key    0  0  0  1  1  1  2  2  2
 
 Each query head still looks for something of its own. Only what they look at is shared. In chapter
-07's attention little changes: the matrix qkv makes fewer heads, and torch's attention is told
-that several queries share one (enable_gqa).
+07's attention little changes: qkv makes fewer heads, and torch is told to share (enable_gqa).
 
     python step_03_share-the-key-value-heads.py
 
