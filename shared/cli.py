@@ -393,7 +393,7 @@ def run(main: Callable[[], int]) -> None:
     if status in (1, 141):  # what couldn't be written is not tried again when Python ends
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if status and "WORLD_SIZE" in os.environ:  # torch's threads may abort when a rank has gone
+    if "WORLD_SIZE" in os.environ:  # threads that torch leaves behind may abort when Python ends
         os._exit(status)
     sys.exit(status)
 
