@@ -78,7 +78,7 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def module_name(path: Path) -> str:
-    """The name under which a file is imported: its path, with no dot in it, as dots mean packages."""
+    """The name under which a file is imported: its path without dots, as dots mean packages."""
     return PREFIX + str(path).replace("%", "%25").replace(".", "%2E")
 
 
@@ -101,7 +101,7 @@ sys.meta_path.append(ByPath)
 
 
 def sources(path: str | Path) -> list[Path]:
-    """The file itself and every chapter's build.py that it builds on, found by their load_build(N)."""
+    """The file itself and each build.py that it stands on, found by their load_build(N)."""
     found = [Path(path).resolve()]
     for file in found:
         for chapter in re.findall(r"load_build\((\d+)\)", file.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""The table that a step ends in: what was checked, ours, the reference, the error, the tolerance, the verdict."""
+"""The table that a page ends in: what was checked, ours, the reference, the error, the verdict."""
 
 import math
 
@@ -19,14 +19,24 @@ class Checks:
         self.tensors = False  # does a row stand for a whole tensor?
 
     def close(self, what: str, ours: Value, reference: Value, tolerance: float) -> None:
-        """|ours − reference| <= tolerance everywhere. Tensors show the entry that is furthest off."""
-        ours, reference = as_float64(ours), as_float64(reference)
+        """|ours − reference| <= tolerance everywhere. Of a tensor, the entry furthest off shows."""
+        ours = as_float64(ours)
+        reference = as_float64(reference)
         if ours.shape != reference.shape:
-            self.add(what, f"shape {tuple(ours.shape)}", f"shape {tuple(reference.shape)}", "-", "-", False)
+            self.add(
+                what,
+                f"shape {tuple(ours.shape)}",
+                f"shape {tuple(reference.shape)}",
+                "-",
+                "-",
+                False,
+            )
             return
         self.tensors = self.tensors or ours.numel() > 1
         gap = (ours - reference).abs()
-        gap = torch.where(ours == reference, torch.zeros_like(gap), gap)  # equal infinities are no error
+        gap = torch.where(
+            ours == reference, torch.zeros_like(gap), gap
+        )  # equal infinities are no error
         worst = int(gap.nan_to_num(nan=math.inf).argmax())
         error = gap.flatten()[worst].item()
         self.add(
@@ -40,37 +50,54 @@ class Checks:
 
     def equal(self, what: str, ours: object, reference: object) -> None:
         """ours == reference, exactly: counts, strings, lists, or tensors bit for bit."""
-        if isinstance(ours, torch.Tensor) and isinstance(reference, torch.Tensor) and ours.shape == reference.shape:
+        if (
+            isinstance(ours, torch.Tensor)
+            and isinstance(reference, torch.Tensor)
+            and ours.shape == reference.shape
+        ):
             self.close(what, ours, reference, tolerance=0.0)
         else:
-            self.add(what, *around_difference(show(ours), show(reference)), "-", "exact", ours == reference)
+            self.add(
+                what,
+                *around_difference(show(ours), show(reference)),
+                "-",
+                "exact",
+                ours == reference,
+            )
 
     def between(self, what: str, ours: float, low: float, high: float) -> None:
         """low <= ours <= high, for what is measured and not computed."""
         self.add(what, f"{ours:.4g}", f"{low:.4g} to {high:.4g}", "-", "-", low <= ours <= high)
 
     def true(self, what: str, ours: str, expected: str, holds: bool) -> None:
-        """A statement that no number sums up: what was seen, what was expected, whether it is so."""
+        """What no number sums up: what was seen, what was expected, whether it is so."""
         self.add(what, ours, expected, "-", "-", holds)
 
     def raises(self, what: str, error: type[Exception], mentions: list[str], action) -> None:
         """action() raises `error`, whose text mentions every one of the given words."""
         try:
             action()
-            seen, holds = "no error", False
+            seen = "no error"
+            holds = False
         except error as caught:
             seen = f"{type(caught).__name__}: {caught}"
             holds = all(word in str(caught) for word in mentions)
         self.add(what, seen, f"{error.__name__} naming {', '.join(mentions)}", "-", "-", holds)
 
-    def add(self, what: str, ours: str, reference: str, error: str, tolerance: str, holds: bool) -> None:
+    def add(
+        self, what: str, ours: str, reference: str, error: str, tolerance: str, holds: bool
+    ) -> None:
         self.failed += not holds
         self.rows.append([what, ours, reference, error, tolerance, "ok" if holds else "FAILED"])
 
     def report(self) -> int:
         """Print the table and its sum. Returns the exit status: 0 if every check held, else 1."""
         console.say()
-        console.say(console.Table(["check", "ours", "reference", "error", "tolerance", "verdict"], self.rows))
+        console.say(
+            console.Table(
+                ["check", "ours", "reference", "error", "tolerance", "verdict"], self.rows
+            )
+        )
         if self.tensors:
             console.say("A row that compares whole tensors shows the entry that is furthest off.")
         console.say()
@@ -82,7 +109,7 @@ class Checks:
 
 
 def as_float64(value: Value) -> torch.Tensor:
-    """As a float64 tensor on the CPU; a Python number keeps its digits (torch would read it as float32)."""
+    """As a float64 tensor on the CPU. A Python number keeps its digits."""
     return torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
 
 

@@ -96,8 +96,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--seeds", type=natural, metavar="N", help="how many seeds, counting up from --seed")
     add("--data", type=not_empty, metavar="PATH", help="a UTF-8 text file or a folder of them")
     add("--tokenizer", choices=data.TOKENIZERS, help="how text becomes tokens")
-    add("--set", action="append", default=[], type=assignment, metavar="FIELD=VALUE",
-        help="change a field of every model's config or of the training; as often as wanted")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        type=assignment,
+        metavar="FIELD=VALUE",
+        help="change a field of every model's config or of the training; as often as wanted",
+    )
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     add("--workers", type=natural, metavar="N", help="processes (default: one a core, or a GPU)")
     add("--output-dir", type=not_empty, metavar="DIR", help="where results go (default: outputs/)")
@@ -191,7 +197,7 @@ def usable_cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """How many cores' time the container may use, by cgroup version 2 or 1; infinite outside one."""
+    """How many cores' time a container may use, by cgroup version 2 or 1; a million outside one."""
     try:
         if (root / "cpu.max").exists():
             quota, period = (root / "cpu.max").read_text(encoding="ascii").split()
@@ -289,7 +295,8 @@ def with_changes(
     """
     by_variants = {name for variant in variants for name in variant.changes}
     of_model = [f.name for f in fields(preset.model) if f.name not in by_variants]
-    model, training = preset.model, preset.training
+    model = preset.model
+    training = preset.training
     for name, text in changes.items():
         if name in by_variants:
             raise UserError(f"--set {name}={text}: the variants themselves set {name}")

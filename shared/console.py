@@ -1,7 +1,8 @@
 """What a person sees: messages, tables, live progress. The only module that imports rich.
 
-In a terminal there is colour and a live line per run. Anywhere else (a pipe, a file, a dumb terminal) there is
-plain text only, not one escape byte. Text is never read as markup: `[blocks.0]` and `[/INST]` print as they are.
+In a terminal there is colour and a live line per run. Anywhere else (a pipe, a file, a dumb
+terminal) there is plain text only, not one escape byte. Text is never read as markup: `[blocks.0]`
+and `[/INST]` print as they are.
 """
 
 import io
@@ -19,7 +20,11 @@ from rich.text import Text
 
 COLUMNS = 80  # a terminal as wide as this gets bars
 PIPE_WIDTH = 10_000  # a pipe has no width to fit, so nothing is cut or wrapped
-CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+CONTROLS = {
+    code: "\N{REPLACEMENT CHARACTER}"
+    for code in (*range(32), *range(127, 160))
+    if chr(code) not in "\t\n"
+}
 PLAIN_BOX = rich.box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 PLAIN_EVERY = 30.0  # seconds between two progress lines where no live display is possible
 
@@ -36,7 +41,10 @@ class PipeConsole(Console):
 
 
 def printable(text: str) -> str:
-    """The text with every control character but tab and newline shown as "�": data must not steer a terminal."""
+    """The text with control characters shown as "�": data must not steer a terminal.
+
+    Tab and newline stay.
+    """
     return text.translate(CONTROLS)
 
 
@@ -93,27 +101,33 @@ def complain(text: str) -> None:
 def tolerate_narrow_encodings() -> None:
     """A cp1252 console gets "?" for a letter that it lacks, not a crash."""
     if sys.stdout is None:  # closed by `>&-`
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
 def table_text(table: Table, width: int = PIPE_WIDTH) -> str:
-    """A table as plain text. Phrases fold at their spaces to fit `width`; where numbers would still be cut, each
-    row becomes a short list of its own."""
+    """A table as plain text. Phrases fold at their spaces to fit `width`.
+
+    Where numbers would still be cut, each row becomes a short list of its own.
+    """
     grid = rich.table.Table(box=PLAIN_BOX, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     unbroken = []  # what must come out in one piece: numbers, and every word
     for i, header in enumerate(table.headers):
         cells = [row[i] for row in table.rows]
         numeric = all(cell[:1] in "+-−0123456789" for cell in cells)
         pieces = header.split() + (cells if numeric else " ".join(cells).split())
-        grid.add_column(header, justify="right" if numeric else "left", min_width=max(map(len, pieces)))
+        grid.add_column(
+            header, justify="right" if numeric else "left", min_width=max(map(len, pieces))
+        )
         unbroken += pieces
     for row in table.rows:
         grid.add_row(*row)
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    console = Console(
+        file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False
+    )
     console.print(grid)
     text = "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
     return text if all(piece in text for piece in unbroken) else records_text(table)

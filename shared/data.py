@@ -1,7 +1,7 @@
 """Corpora, tokenizers, the split, batches: the only door through which text comes in.
 
-The default corpus is text that every reader already has, byte for byte, since requirements.txt pins it:
-PyTorch's own documentation ("docs") and Python source ("source").
+The default corpus is text that every reader already has, byte for byte, since requirements.txt
+pins it: PyTorch's own documentation ("docs") and Python source ("source").
 """
 
 import ast
@@ -22,26 +22,34 @@ from shared.console import UserError
 
 TOKENIZERS = ("char", "bpe4k", "r50k_base")
 BPE4K_FILE = Path(__file__).with_name("bpe4k.tiktoken")
-# Words with the space or mark before them, numbers in threes, runs of punctuation, line ends, spaces.
-BPE4K_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BPE4K_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # words, with the space or mark before them
+    r"|\p{N}{1,3}"  # numbers, in threes
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"  # runs of punctuation
+    r"|\s*[\r\n]+"  # line ends
+    r"|\s+(?!\S)|\s+"  # spaces, less the one before a word
+)
 
 
 # ---------------------------------------------------------------- text
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, with or without a byte-order mark, any line ends, as text with plain newlines."""
+    """A UTF-8 file as text with plain newlines, whatever its line ends and byte-order mark."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror or error}") from None
     if b"\0" in raw:
-        raise UserError(f"{path} is not text: it holds a NUL byte at {raw.index(0)}; give a UTF-8 text file")
+        raise UserError(
+            f"{path} is not text: it holds a NUL byte at {raw.index(0)}; give a UTF-8 text file"
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}; save it as UTF-8 first"
+            f"{path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}; "
+            "save it as UTF-8 first"
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -52,7 +60,7 @@ def torch_folder() -> Path:
 
 
 def torch_docs() -> list[str]:
-    """The documentation strings of torch's functions and of its Tensor methods, in the order of the files."""
+    """The documentation of torch's functions and of its Tensor methods, a text for each file."""
     documents = []
     for name in ("_torch_docs.py", "_tensor_docs.py"):
         strings = [
@@ -77,7 +85,7 @@ def torch_source() -> dict[str, str]:
 
 
 def texts_at(path: Path) -> list[str]:
-    """The text of a file, or of every file in a folder (sorted by name; hidden ones are left out)."""
+    """The text of a file, or of every file in a folder, sorted by name, without hidden ones."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"can't read --data {error.filename}: {error.strerror}") from None
@@ -93,17 +101,23 @@ def texts_at(path: Path) -> list[str]:
     if stat.S_ISREG(kind):
         return [read_text(path)]
     if not stat.S_ISDIR(kind):
-        raise UserError(f"--data {path} is neither a file nor a folder; save the text to a file first")
-    files = [Path(folder, name) for folder, _, names in os.walk(path, onerror=refuse) for name in names]
+        raise UserError(
+            f"--data {path} is neither a file nor a folder; save the text to a file first"
+        )
+    files = [
+        Path(folder, name) for folder, _, names in os.walk(path, onerror=refuse) for name in names
+    ]
     inside = sorted(file.relative_to(path) for file in files if file.is_file())
-    return [read_text(path / p) for p in inside if not any(part.startswith(".") for part in p.parts)]
+    return [
+        read_text(path / p) for p in inside if not any(part.startswith(".") for part in p.parts)
+    ]
 
 
 # ---------------------------------------------------------------- tokenizers
 
 
 class CharTokenizer:
-    """One token per character that occurs in the corpus, numbered in the order of their code points."""
+    """One token for each character of the corpus, numbered in the order of their code points."""
 
     name = "char"
 
@@ -117,7 +131,9 @@ class CharTokenizer:
         try:
             return [self.ids[character] for character in text]
         except KeyError as error:
-            raise UserError(f"the corpus holds no character {error.args[0]!r}, so it has no token") from None
+            raise UserError(
+                f"the corpus holds no character {error.args[0]!r}, so it has no token"
+            ) from None
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
         return map(self.encode, texts)
@@ -127,10 +143,11 @@ class CharTokenizer:
 
 
 class BytePairTokenizer:
-    """A tiktoken encoding; the vocabulary is padded to a multiple of 64, which GPUs multiply faster."""
+    """A tiktoken encoding. Its vocabulary is padded to a multiple of 64, as GPUs like it."""
 
     def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding, self.name = encoding, encoding.name
+        self.encoding = encoding
+        self.name = encoding.name
         self.vocab_size = -(-encoding.n_vocab // 64) * 64
 
     def encode(self, text: str) -> list[int]:
@@ -143,7 +160,9 @@ class BytePairTokenizer:
             yield [i for _ in text for i in next(encoded)]
 
     def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode([i for i in ids if i < self.encoding.n_vocab])  # padding says nothing
+        return self.encoding.decode(
+            [i for i in ids if i < self.encoding.n_vocab]
+        )  # padding says nothing
 
 
 LONGEST_BLANK = 10_000
@@ -160,11 +179,13 @@ def pieces_of(text: str) -> list[str]:
 
 
 def bpe4k_encoding() -> tiktoken.Encoding:
-    """The 4,096 tokens of shared/bpe4k.tiktoken, learned from torch's source by chapter 05, step 12."""
+    """The 4,096 tokens of shared/bpe4k.tiktoken, which chapter 05's step 12 learned."""
     lines = BPE4K_FILE.read_text(encoding="ascii").splitlines()
-    # Read here and not by tiktoken.load, which would keep a copy under the temporary folder and prefer it.
+    # Not by tiktoken.load, which would keep a copy in the temporary folder and prefer it.
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
-    return tiktoken.Encoding("bpe4k", pat_str=BPE4K_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return tiktoken.Encoding(
+        "bpe4k", pat_str=BPE4K_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
 
 
 def make_tokenizer(name: str, texts: list[str]) -> CharTokenizer | BytePairTokenizer:
@@ -179,8 +200,9 @@ def make_tokenizer(name: str, texts: list[str]) -> CharTokenizer | BytePairToken
         return BytePairTokenizer(tiktoken.get_encoding(name))
     except OSError:  # what tiktoken's download raises: ConnectionError and its kin
         raise UserError(
-            "--tokenizer r50k_base must be downloaded once and this machine can't: connect and run again, "
-            "point TIKTOKEN_CACHE_DIR at a folder that has it, or use --tokenizer bpe4k, which is on disk"
+            "--tokenizer r50k_base must be downloaded once and this machine can't: connect and "
+            "run again, point TIKTOKEN_CACHE_DIR at a folder that has it, or use --tokenizer "
+            "bpe4k, which is on disk"
         ) from None
 
 
@@ -211,7 +233,7 @@ class Corpus:
     def unseen(self) -> int:
         """How many kinds of token stand in the validation part but never in the training part.
 
-        They have a token and a start like any other, and no training: the model is asked for them all the same.
+        They have a token and keep their start; the model is asked for them all the same.
         """
         return len(set(self.validation.unique().tolist()) - set(self.train.unique().tolist()))
 
@@ -222,7 +244,10 @@ class Corpus:
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self.train, self.validation = torch.from_numpy(self.train), torch.from_numpy(self.validation)
+        self.train, self.validation = (
+            torch.from_numpy(self.train),
+            torch.from_numpy(self.validation),
+        )
 
 
 def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
@@ -292,11 +317,14 @@ def sample_batch(
     return windows[:, :-1], windows[:, 1:]
 
 
-def all_windows(tokens: torch.Tensor, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Every token of tokens (N,) but the first as a target exactly once: full windows, then the shorter rest."""
+def all_windows(
+    tokens: torch.Tensor, block_size: int, batch_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Every token of tokens (N,) but the first as a target, once: full windows, then the rest."""
     n_full = (len(tokens) - 1) // block_size
     end = n_full * block_size
-    inputs, targets = tokens[:end].view(n_full, block_size), tokens[1 : end + 1].view(n_full, block_size)
+    inputs = tokens[:end].view(n_full, block_size)
+    targets = tokens[1 : end + 1].view(n_full, block_size)
     yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
     if end < len(tokens) - 1:
         yield tokens[None, end:-1], tokens[None, end + 1 :]

@@ -1,4 +1,4 @@
-"""The figures that comparisons share. A figure is returned, not written: files.py writes it, whole."""
+"""The figures that comparisons share, and helpers for a page's picture."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ SMOOTH = 10  # steps that one point of a loss curve averages
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure in inches. matplotlib is imported here, not above: worker processes never draw, and start a
-    third of a second sooner without it."""
-    with warnings.catch_warnings():  # its first import ever writes a font list, in the locale's encoding
+    """An empty figure in inches.
+
+    matplotlib is imported here, not above: worker processes never draw, and start sooner without.
+    """
+    with (
+        warnings.catch_warnings()
+    ):  # its first import ever writes a font list, in the locale's encoding
         warnings.simplefilter("ignore", EncodingWarning)
         from matplotlib.figure import Figure  # not pyplot: files only, no window, no display needed
 
@@ -48,7 +52,7 @@ def save(figure: Figure, script: str) -> Path:
 
 
 def curves(plan: Plan, results: list[Result]) -> Figure:
-    """Training loss by step: each variant's mean over seeds, with the band from the lowest to the highest seed."""
+    """Training loss by step: each variant's mean over seeds, and the band of all its seeds."""
     figure = new_figure(8, 4.8)
     axes = figure.subplots()
     for variant, colour, dash in zip(plan.names, COLOURS, DASHES):
@@ -58,8 +62,17 @@ def curves(plan: Plan, results: list[Result]) -> Figure:
         smooth = [averages(history.losses, SMOOTH) for history in histories]
         steps = [step for step, _ in smooth[0]]
         columns = list(zip(*([loss for _, loss in run] for run in smooth), strict=True))
-        axes.plot(steps, [sum(c) / len(c) for c in columns], color=colour, linestyle=dash, label=variant)
-        axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=colour, alpha=0.15, lw=0)
+        axes.plot(
+            steps, [sum(c) / len(c) for c in columns], color=colour, linestyle=dash, label=variant
+        )
+        axes.fill_between(
+            steps,
+            [min(c) for c in columns],
+            [max(c) for c in columns],
+            color=colour,
+            alpha=0.15,
+            lw=0,
+        )
     axes.axhline(plan.uniform_loss, color="0.5", linewidth=1)
     axes.annotate(
         f"guessing evenly: ln {plan.corpus.vocab_size} = {plan.uniform_loss:.2f}",
@@ -73,7 +86,11 @@ def curves(plan: Plan, results: list[Result]) -> Figure:
     axes.set_xlabel(f"step (means over {SMOOTH})")
     axes.set_ylabel("training loss, nats per token")
     seeds = len(plan.seeds)
-    axes.set_title(f"Training loss, {seeds} seed{'s' if seeds > 1 else ''}: mean and range", loc="left", fontsize=11)
+    axes.set_title(
+        f"Training loss, {seeds} seed{'s' if seeds > 1 else ''}: mean and range",
+        loc="left",
+        fontsize=11,
+    )
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -102,7 +119,13 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
             gap = losses[seed] - baseline[seed]
             axes.plot(gap, row - 0.25, "o", color=colour, alpha=0.5, markersize=4, mew=0)
         axes.errorbar(
-            difference.mean, row, xerr=difference.half_width or 0, fmt="s", color=colour, capsize=4, markersize=6
+            difference.mean,
+            row,
+            xerr=difference.half_width or 0,
+            fmt="s",
+            color=colour,
+            capsize=4,
+            markersize=6,
         )
         axes.annotate(
             f"{difference}\n{difference.verdict}",
@@ -114,7 +137,11 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     axes.set_yticks(range(len(others)), others)
     axes.set_ylim(len(others) - 0.35, -0.6)
     axes.set_xlabel("validation loss minus the baseline's, nats per token (left of 0: better)")
-    axes.set_title(f"Paired differences to {plan.baseline}: seeds, mean, 95 % interval", loc="left", fontsize=11)
+    axes.set_title(
+        f"Paired differences to {plan.baseline}: seeds, mean, 95 % interval",
+        loc="left",
+        fontsize=11,
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     limit = max([abs(x) for x in axes.get_xlim() if math.isfinite(x)])
     axes.set_xlim(-limit, limit)
@@ -122,7 +149,7 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
 
 
 def hidden_states(plan: Plan, results: list[Result]) -> Figure:
-    """Std and kurtosis of the residual stream by depth, a line for each sample in training: means over the seeds.
+    """Std and kurtosis of the residual stream by depth, a line for each look: means over seeds.
 
     Reads observations of the form {"step": 50, "stream": {point: {"var": ..., "kurtosis": ...}}}.
     """
@@ -134,7 +161,11 @@ def hidden_states(plan: Plan, results: list[Result]) -> Figure:
         for i, samples in enumerate(zip(*seen)):  # one step, all seeds
             points = list(samples[0]["stream"])
             streams = [[sample["stream"][point] for sample in samples] for point in points]
-            shade = {"color": COLOURS[0], "alpha": (i + 1) / len(seen[0]), "label": f"step {samples[0]['step']:,}"}
+            shade = {
+                "color": COLOURS[0],
+                "alpha": (i + 1) / len(seen[0]),
+                "label": f"step {samples[0]['step']:,}",
+            }
             std = [sum(s["var"] ** 0.5 for s in stream) / len(stream) for stream in streams]
             kurtosis = [sum(s["kurtosis"] for s in stream) / len(stream) for stream in streams]
             for axes, values in zip(rows[:, column], (std, kurtosis)):
@@ -150,9 +181,13 @@ def hidden_states(plan: Plan, results: list[Result]) -> Figure:
     return figure
 
 
-def shares(panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x: str, y: str, title: str) -> Figure:
-    """A grid of stacked parts of 1: one column for each entry of panels, with its (name, xs, parts at each x) below
-    each other. Parts of equal size show as bands of equal height."""
+def shares(
+    panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x: str, y: str, title: str
+) -> Figure:
+    """A grid of stacked parts of 1. Parts of equal size show as bands of equal height.
+
+    A column for each entry of panels, with its (name, xs, parts at each x) below each other.
+    """
     rows = max(len(column) for column in panels.values())
     figure = new_figure(2.2 * len(panels) + 0.6, 1.9 * rows + 0.8)
     grid = figure.subplots(rows, len(panels), squeeze=False, sharex=True, sharey=True)
@@ -168,7 +203,7 @@ def shares(panels: dict[str, list[tuple[str, list[int], list[list[float]]]]], x:
 
 
 def label(axes, title: str, x: str = "", y: str = "") -> None:
-    """A title and names for both axes of a page's picture, no box, and a legend if a line has one."""
+    """A title and names for both axes, no box, and a legend if a line has one."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -182,7 +217,7 @@ EIGHT = (*COLOURS[:6], "#F0E442", "#999999")
 
 
 def bands(axes, xs: Sequence[float], parts: list[list[float]]) -> None:
-    """Draw the parts of 1 at each x, one above the other: a band for each, in a colour of its own."""
+    """Draw the parts of 1 at each x, one above the other: a band for each, in its own colour."""
     axes.stackplot(xs, list(zip(*parts)), colors=EIGHT, linewidth=0)
     axes.margins(0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -207,5 +242,7 @@ def boxes_in_a_row(axes, widths: dict[str, float], row: float, colour: str) -> N
     left = 0.0
     for name, width in widths.items():
         axes.barh(row, width, height=0.7, left=left, color=colour, edgecolor="white", linewidth=3)
-        axes.text(left + width / 2, row, f"{name}\n{width:,}", ha="center", va="center", color="white")
+        axes.text(
+            left + width / 2, row, f"{name}\n{width:,}", ha="center", va="center", color="white"
+        )
         left += width

@@ -11,4 +11,6 @@ def generator(*key: object) -> torch.Generator:
     Python's own hash() differs from process to process; SHA-256 doesn't.
     """
     digest = hashlib.sha256("/".join(map(str, key)).encode("utf-8")).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: never negative
+    return torch.Generator().manual_seed(
+        int.from_bytes(digest[:8], "little") >> 1
+    )  # 63 bits: never negative

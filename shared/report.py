@@ -214,7 +214,8 @@ def device_name(device: str) -> str:
 
 def setting_text(plan: Plan) -> str:
     """The head of every run's output and log."""
-    corpus, training = plan.corpus, plan.training
+    corpus = plan.corpus
+    training = plan.training
     first, last = plan.seeds[0], plan.seeds[-1]
     seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
     block_size = plan.configs[plan.baseline].block_size
@@ -269,7 +270,7 @@ def settings_record(plan: Plan) -> dict:
 
 
 def environment_record(plan: Plan) -> dict:
-    """What it ran on. It enters the numbers in their last digits at most, but it enters the times."""
+    """What it ran on. It enters the times, and the numbers in their last digits at most."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -327,8 +328,9 @@ def caption(plan: Plan) -> str:
     """What the columns of the comparison's table mean."""
     seeds = len(plan.seeds)
     return (
-        f"Losses are means over {seeds} seed{'s' * (seeds > 1)}, in nats a token. The difference is "
-        f"to {plan.baseline} in validation loss, taken seed by seed: mean and 95 % interval."
+        f"Losses are means over {seeds} seed{'s' * (seeds > 1)}, in nats a token. The "
+        f"difference is to {plan.baseline} in validation loss, taken seed by seed: mean and "
+        "95 % interval."
     )
 
 
@@ -422,7 +424,8 @@ def compare(mine: dict, folder: Path, band: float | None = None) -> str:
         return f"Not compared with expected/: {why_not}."
     if not mine["complete"]:
         return "Not compared with expected/: not every run finished."
-    outside, widest = [], 0.0
+    outside = []
+    widest = 0.0
     for ours, theirs in zip(mine["variants"], expected["variants"], strict=True):
         for key, width in bands.items():
             if ours[key] is None:  # the baseline has no difference to itself

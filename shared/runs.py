@@ -211,7 +211,7 @@ class Store:
         return self.path(run, f"{self.source[:8]}.unfinished.pt")
 
     def wanted(self) -> list[Run]:
-        """Every run of the plan. Seeds go outermost, so that what is interrupted has whole pairs."""
+        """Every run of the plan, seed by seed, so that what is interrupted has whole pairs."""
         return [Run(variant, seed) for seed in self.plan.seeds for variant in self.plan.names]
 
     def forget(self) -> None:
@@ -264,10 +264,15 @@ def train_missing(
 
 
 def train_one(
-    context: Context, run: Run, report: Callable, worker: int = 0, share: Share = Share()  # noqa: B008
+    context: Context,
+    run: Run,
+    report: Callable,
+    worker: int = 0,
+    share: Share = Share(),
 ) -> Result:
     """One run, in this process: train it, look inside, keep it."""
-    plan, experiment = context.plan, context.experiment
+    plan = context.plan
+    experiment = context.experiment
     store = Store(plan, experiment)
     model = experiment.build_model(plan.configs[run.variant], plan.corpus.vocab_size, run.seed)
     result = Result(run, parameters=sum(p.numel() for p in model.parameters()))  # a tied one once
@@ -447,9 +452,11 @@ def train_on_ranks(
     torch.set_num_threads(1)
     together = context.plan.n_runs == 1 == len(missing) and context.experiment.data_parallel
     if together and context.plan.training.batch_size % here.size == 0:
-        mine, share = missing, Share(here.rank, here.size)
+        mine = missing
+        share = Share(here.rank, here.size)
     else:
-        mine, share = missing[here.rank :: here.size], Share()
+        mine = missing[here.rank :: here.size]
+        share = Share()
     results = []
     for run in mine:
         report = functools.partial(on_report, run)
@@ -518,7 +525,8 @@ def run_jobs(
                     kind, content = connection.recv()
                 except (EOFError, OSError):
                     process.join()
-                    kind, content = "died", WorkerDied(process.exitcode)
+                    kind = "died"
+                    content = WorkerDied(process.exitcode)
                 if kind == "report":
                     on_report(job, *content)
                     continue

@@ -150,6 +150,7 @@ def verdict(outcome: Outcome) -> str:
 def light(reading: Reading) -> str:
     return "green" if reading.green else "RED"
 
+
 # ---------------------------------------------------------------- an edit as a person sees it
 
 
@@ -185,7 +186,8 @@ def without_comments(code: list[str]) -> list[str]:
 
 def enclosing(source: str, line: int) -> str:
     """The function or class that a line stands in, such as "GPT.embed, "; empty in none."""
-    names, body = [], ast.parse(source).body
+    names = []
+    body = ast.parse(source).body
     while body:
         inside = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         inside = [node for node in inside if node.lineno <= line <= node.end_lineno]
@@ -296,7 +298,9 @@ def run_edit(case: Case, old: str, new: str, seed: int) -> int:
     console.say()
     healthy = case.healthy(seed)
     edited = replace(healthy, edits=edits)
-    rows, red, errors = [], [], []
+    rows = []
+    red = []
+    errors = []
     for instrument in case.instruments:
         well = instrument.read(healthy).text
         try:
@@ -331,7 +335,8 @@ def where(error: Exception) -> str:
 
 def run_all(case: Case, seed: int) -> int:
     """Every sabotage, its own instrument healthy and broken, and what else it trips."""
-    patient, outcomes = case.healthy(seed), []
+    patient = case.healthy(seed)
+    outcomes = []
     with console.RunProgress(len(case.sabotages)) as progress:
         healthy = examine(case, patient)
         for sabotage in case.sabotages:
@@ -370,7 +375,8 @@ def quiz(case: Case, seed: int | None, answer: str | None) -> int:
     guess = None if answer is None else find(case, answer)
     seed = seed or random.SystemRandom().randint(1, 9999)
     pick = int(torch.randint(len(case.sabotages), (1,), generator=generator(seed, "quiz")))
-    secret, healthy = case.sabotages[pick], case.healthy(seed)
+    secret = case.sabotages[pick]
+    healthy = case.healthy(seed)
     broken = secret.damage(healthy)
     if guess is None:
         premise = case.premise.format(seed=seed)
@@ -431,7 +437,8 @@ def outcome_table(case: Case, outcome: Outcome) -> Table:
         state = light(outcome.broken[name])
         if (name in outcome.tripped) != (name in outcome.sabotage.trips):
             state += ", not foreseen"
-        healthy, broken = outcome.healthy[name].text, outcome.broken[name].text
+        healthy = outcome.healthy[name].text
+        broken = outcome.broken[name].text
         rows.append([name, instrument.asks, healthy, broken, state])
     return Table(["instrument", "asks", "healthy", "broken", "light"], rows)
 

@@ -36,7 +36,9 @@ class TrainingSettings:
     weight_decay: float = 0.01
     clip: float = 1.0  # the gradient's norm is cut to this
     warmup: int = 0  # steps in which the learning rate climbs to its value
-    final_rate: float = 1.0  # the last learning rate as a part of the highest; 1.0 keeps it constant
+    final_rate: float = (
+        1.0  # the last learning rate as a part of the highest; 1.0 keeps it constant
+    )
     observe_every: int = 0  # steps between two looks inside the model; 0 never looks
     device: str = "cpu"
     precision: str = "float32"  # of matrix products: "float32", "bfloat16" or "float16"
@@ -112,7 +114,7 @@ def train(
     after_step: Callable[[nn.Module, Any], None] = lambda model, told: None,
     observe: Callable[[nn.Module, torch.Tensor], dict] | None = None,
     checkpoint: Path | None = None,
-    share: Share = Share(),  # noqa: B008: frozen
+    share: Share = Share(),
 ) -> History:
     """Train `model` in place with AdamW (Loshchilov & Hutter 2019), then evaluate it.
 
@@ -125,9 +127,12 @@ def train(
     device = torch.device(settings.device)
     model.to(device).train()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        model.parameters(),
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
-    # float16 has a small range: the scaler multiplies the loss, so that gradients don't vanish in it.
+    # float16 has a small range: the scaler multiplies the loss, so that no gradient vanishes.
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
     batches = generator(seed, "batches")
     state = State(model, optimizer, scaler, batches, History())
@@ -165,7 +170,11 @@ def train(
             check_finite(losses, first_step=done - len(losses) + 1)
             history.losses += losses
             report(done, sum(losses) / len(losses), state.ms_per_step)
-            if checkpoint is not None and now - saved > CHECKPOINT_SECONDS and done < settings.steps:
+            if (
+                checkpoint is not None
+                and now - saved > CHECKPOINT_SECONDS
+                and done < settings.steps
+            ):
                 state.keep(checkpoint, share)
                 saved = time.perf_counter()
             recent = []

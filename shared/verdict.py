@@ -37,7 +37,7 @@ class Interval:
 
 
 def interval(values: list[float]) -> Interval:
-    """Mean and 95 % interval of independent values, by Student's t with n − 1 degrees of freedom."""
+    """Mean and 95 % interval of independent values, by Student's t (n − 1 degrees of freedom)."""
     n = len(values)
     mean = sum(values) / n
     if n < 2:

@@ -382,7 +382,7 @@ class GroupedQueryAttention(modern.RotaryAttention):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-# ---------------------------------------------------------------- block, model and its shape (step 12)
+# ---------------------------------------------------------------- model and shape (step 12)
 
 
 class RealBlock(modern.ModernBlock):

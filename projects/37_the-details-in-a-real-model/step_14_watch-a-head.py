@@ -66,7 +66,7 @@ def draw_picture(maps: torch.Tensor, tokens: list[str]) -> Path:
     titles = ("reads the token before", "repeats", "rests on the first token")
     places = range(len(tokens))
     for axes, (layer, head), title in zip(figure.subplots(1, 3), (BEFORE, REPEATS, RESTS), titles):
-        axes.imshow(maps[layer, head], cmap="Blues", vmin=0, vmax=1)
+        axes.imshow(maps[layer, head].numpy(), cmap="Blues", vmin=0, vmax=1)
         axes.set_xticks(places, tokens, rotation=90)
         axes.set_yticks(places, tokens)
         axes.set(title=f"layer {layer}, head {head}: {title}")
