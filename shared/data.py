@@ -18,6 +18,7 @@ from pathlib import Path
 import tiktoken
 import torch
 
+from shared import console
 from shared.console import UserError
 
 TOKENIZERS = ("char", "bpe4k", "r50k_base")
@@ -135,9 +136,6 @@ class CharTokenizer:
                 f"the corpus holds no character {error.args[0]!r}, so it has no token"
             ) from None
 
-    def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
-        return map(self.encode, texts)
-
     def decode(self, ids: list[int]) -> str:
         return "".join(self.characters[i] for i in ids)
 
@@ -160,9 +158,8 @@ class BytePairTokenizer:
             yield [i for _ in text for i in next(encoded)]
 
     def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode(
-            [i for i in ids if i < self.encoding.n_vocab]
-        )  # padding says nothing
+        known = [i for i in ids if i < self.encoding.n_vocab]  # padding says nothing
+        return self.encoding.decode(known)
 
 
 LONGEST_BLANK = 10_000
@@ -209,6 +206,8 @@ def make_tokenizer(name: str, texts: list[str]) -> CharTokenizer | BytePairToken
 # ---------------------------------------------------------------- corpus
 
 
+MANY_CHARACTERS = 20_000_000  # from here on it takes seconds, and a person is told
+PART = 1_000_000  # characters that are encoded at a time
 LAST_TENTH = "the last tenth"
 FILES_BY_HASH = "a tenth of the files, by a hash of their names"
 
@@ -277,7 +276,9 @@ def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
     if n_characters == 0:
         raise UserError(f"--data {source} is empty; give a UTF-8 text of some thousand characters")
     tokenizer = make_tokenizer(tokenizer, texts)
-    parts = [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer.encode_all(texts)]
+    if n_characters > MANY_CHARACTERS:
+        console.say(f"Turning {n_characters:,} characters into tokens ...")
+    parts = as_tensors(tokenizer, texts)
     if names:
         held_out = [is_held_out(file) for file in names]
         split = FILES_BY_HASH
@@ -294,6 +295,24 @@ def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
             f"{10 * (block_size + 1):,}"
         )
     return Corpus(name, sha.hexdigest(), n_characters, tokenizer, train, validation, split)
+
+
+def as_tensors(
+    tokenizer: CharTokenizer | BytePairTokenizer, texts: list[str]
+) -> list[torch.Tensor]:
+    """The token ids of each text, (N,) int64.
+
+    Characters are encoded a part at a time: a Python list of all their ids would take 36 bytes
+    for each. Byte pairs can't be, since a cut changes the tokens around it.
+    """
+    if isinstance(tokenizer, BytePairTokenizer):
+        return [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer.encode_all(texts)]
+    found = []
+    for text in texts:
+        parts = [text[i : i + PART] for i in range(0, len(text), PART)] or [""]
+        ids = [torch.tensor(tokenizer.encode(part), dtype=torch.int64) for part in parts]
+        found.append(torch.cat(ids))
+    return found
 
 
 def is_held_out(name: str) -> bool:

@@ -217,3 +217,15 @@ def test_the_source_is_split_by_file_so_that_both_parts_hold_all_kinds(monkeypat
     assert corpus.tokenizer.decode(corpus.validation.tolist()) == "".join(texts[n] for n in held_out)
     assert len(corpus.train) + len(corpus.validation) == corpus.n_characters
     assert data.is_held_out("nn/modules/linear.py") is data.is_held_out("nn/modules/linear.py")
+
+
+def test_a_long_text_is_encoded_in_parts_to_the_same_ids(monkeypatch, capsys, tmp_path):
+    text = "a line of text é\n" * 40
+    path = tmp_path / "text"
+    path.write_text(text, encoding="utf-8")
+    whole = data.load_corpus(str(path), "char", 8)
+    monkeypatch.setattr(data, "PART", 7)
+    monkeypatch.setattr(data, "MANY_CHARACTERS", 100)
+    parts = data.load_corpus(str(path), "char", 8)
+    assert torch.equal(parts.train, whole.train) and torch.equal(parts.validation, whole.validation)
+    assert capsys.readouterr().out == f"Turning {len(text):,} characters into tokens ...\n"

@@ -38,7 +38,10 @@ class NaiveAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        q, k, v = (f(x).view(B, T, HEADS, C // HEADS).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (
+            f(x).view(B, T, HEADS, C // HEADS).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
         scores = q @ k.transpose(-2, -1) / math.sqrt(C // HEADS)
         scores = scores.masked_fill(self.mask[:T, :T], float("-inf"))
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C))
@@ -50,7 +53,10 @@ class NaiveMLP(nn.Module):
         self.swiglu = swiglu
         if swiglu:
             hidden = 8 * WIDTH // 3
-            self.gate, self.up = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(WIDTH, hidden, bias=False)
+            self.gate, self.up = (
+                nn.Linear(WIDTH, hidden, bias=False),
+                nn.Linear(WIDTH, hidden, bias=False),
+            )
             self.down = nn.Linear(hidden, WIDTH, bias=False)
         else:
             self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -67,7 +73,8 @@ class NaiveModel(nn.Module):
         norm = NaiveRMSNorm if rmsnorm else nn.LayerNorm
         self.tokens, self.positions = nn.Embedding(vocab_size, WIDTH), nn.Embedding(BLOCK, WIDTH)
         self.layers = nn.ModuleList(
-            nn.ModuleList([norm(WIDTH), NaiveAttention(), norm(WIDTH), NaiveMLP(swiglu)]) for _ in range(LAYERS)
+            nn.ModuleList([norm(WIDTH), NaiveAttention(), norm(WIDTH), NaiveMLP(swiglu)])
+            for _ in range(LAYERS)
         )
         self.norm = norm(WIDTH)
         for p in self.parameters():
@@ -104,7 +111,10 @@ def naive_run(train, validation, vocab_size, rmsnorm, swiglu, seed, steps):
         optimizer.step()
     with torch.no_grad():
         n = (len(validation) - 1) // BLOCK * BLOCK
-        windows = zip(validation[:n].view(-1, BLOCK).split(256), validation[1 : n + 1].view(-1, BLOCK).split(256))
+        windows = zip(
+            validation[:n].view(-1, BLOCK).split(256),
+            validation[1 : n + 1].view(-1, BLOCK).split(256),
+        )
         return sum(model(idx, targets).item() * idx.numel() for idx, targets in windows) / n
 
 
@@ -118,7 +128,9 @@ class NanoAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        q, k, v = (y.view(B, T, HEADS, C // HEADS).transpose(1, 2) for y in self.c_attn(x).split(C, dim=2))
+        q, k, v = (
+            y.view(B, T, HEADS, C // HEADS).transpose(1, 2) for y in self.c_attn(x).split(C, dim=2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
@@ -133,7 +145,9 @@ class NanoGPT(nn.Module):
                     nn.LayerNorm(WIDTH),
                     NanoAttention(),
                     nn.LayerNorm(WIDTH),
-                    nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
+                    nn.Sequential(
+                        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+                    ),
                 ]
             )
             for _ in range(LAYERS)
@@ -167,8 +181,12 @@ class NanoTrainer:
 
     def step(self):
         starts = torch.randint(len(self.data) - BLOCK, (BATCH,))
-        idx = torch.stack([torch.from_numpy(self.data[i : i + BLOCK].astype(np.int64)) for i in starts])
-        targets = torch.stack([torch.from_numpy(self.data[i + 1 : i + 1 + BLOCK].astype(np.int64)) for i in starts])
+        idx = torch.stack(
+            [torch.from_numpy(self.data[i : i + BLOCK].astype(np.int64)) for i in starts]
+        )
+        targets = torch.stack(
+            [torch.from_numpy(self.data[i + 1 : i + 1 + BLOCK].astype(np.int64)) for i in starts]
+        )
         self.model(idx, targets).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

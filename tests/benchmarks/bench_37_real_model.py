@@ -60,7 +60,9 @@ def their_names(n_layers: int) -> dict[str, str]:
         ours = f"blk.{i}."
         theirs = f"model.layers.{i}."
         names |= {f"{ours}attn_{letter}": f"{theirs}self_attn.{letter}_proj" for letter in "qkv"}
-        names |= {f"{ours}ffn_{part}": f"{theirs}mlp.{part}_proj" for part in ("gate", "up", "down")}
+        names |= {
+            f"{ours}ffn_{part}": f"{theirs}mlp.{part}_proj" for part in ("gate", "up", "down")
+        }
         names[f"{ours}attn_output"] = f"{theirs}self_attn.o_proj"
         names[f"{ours}attn_norm"] = f"{theirs}input_layernorm"
         names[f"{ours}ffn_norm"] = f"{theirs}post_attention_layernorm"
@@ -74,7 +76,7 @@ def theirs(model, ids: list[int]) -> Iterator[int]:
     while True:
         token = int(seen.logits[0, -1].argmax())
         yield token
-        seen = model(torch.tensor([[token]]), past_key_values=seen.past_key_values, use_cache=True)
+        seen = model(torch.tensor([[token]]), cache=seen.cache, use_cache=True)
 
 
 def ours(model, ids: list[int]) -> Iterator[int]:
@@ -95,7 +97,9 @@ def ratios() -> list[Ratio]:
     ids = real.Tokenizer(file).encode(real.evaluation_text())[:N_PROMPT]
     found = [memory_against_reading_again(model, ids[:256])]
     if importlib.util.find_spec("transformers"):
-        found += against_transformers(model, transformers_model(file, model.cfg, model.vocab_size), ids)
+        found += against_transformers(
+            model, transformers_model(file, model.cfg, model.vocab_size), ids
+        )
     else:
         console.say("transformers is not installed, so nothing is compared with it")
     return found
