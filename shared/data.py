@@ -285,7 +285,7 @@ def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
         train = torch.cat([part for part, out in zip(parts, held_out) if not out])
         validation = torch.cat([part for part, out in zip(parts, held_out) if out])
     else:
-        ids = torch.cat(parts)
+        ids = parts[0] if len(parts) == 1 else torch.cat(parts)
         split = LAST_TENTH
         train, validation = ids.tensor_split([len(ids) - len(ids) // 10])
     if len(validation) < block_size + 1:
@@ -307,12 +307,15 @@ def as_tensors(
     """
     if isinstance(tokenizer, BytePairTokenizer):
         return [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer.encode_all(texts)]
-    found = []
-    for text in texts:
-        parts = [text[i : i + PART] for i in range(0, len(text), PART)] or [""]
-        ids = [torch.tensor(tokenizer.encode(part), dtype=torch.int64) for part in parts]
-        found.append(torch.cat(ids))
-    return found
+    return [characters_as_tensor(tokenizer, text) for text in texts]
+
+
+def characters_as_tensor(tokenizer: CharTokenizer, text: str) -> torch.Tensor:
+    ids = torch.empty(len(text), dtype=torch.int64)
+    for start in range(0, len(text), PART):
+        part = tokenizer.encode(text[start : start + PART])
+        ids[start : start + PART] = torch.tensor(part)
+    return ids
 
 
 def is_held_out(name: str) -> bool:
