@@ -237,7 +237,8 @@ class RunProgress:
 
 def duration(seconds: float) -> str:
     """A length of time in the unit that a person would use."""
-    for unit, name, most in ((1, "seconds", 90), (60, "minutes", 90), (3600, "hours", 48)):
+    for unit, name, most in ((1, "second", 90), (60, "minute", 90), (3600, "hour", 48)):
         if seconds / unit < most:
-            return f"{seconds / unit:.0f} {name}"
+            count = round(seconds / unit)
+            return f"{count} {name}{'s' * (count != 1)}"
     return f"{seconds / 86400:,.0f} days"

@@ -114,7 +114,7 @@ def test_without_a_display_progress_is_a_line_now_and_then(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("seconds", "says"),
-    [(0.4, "0 seconds"), (89, "89 seconds"), (90, "2 minutes"), (7200, "2 hours"), (1e6, "12 days")],
+    [(0.4, "0 seconds"), (1.2, "1 second"), (89, "89 seconds"), (90, "2 minutes"), (7200, "2 hours"), (1e6, "12 days")],
 )
 def test_a_duration_has_the_unit_that_a_person_would_use(seconds, says):
     assert console.duration(seconds) == says
