@@ -44,7 +44,7 @@ def test_a_character_that_the_corpus_lacks_has_no_token():
 
 def test_joining_goes_from_bytes_to_tokens_one_pair_at_a_time():
     ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"ab": 4, b"abc": 5}
-    stages = step(1).joining(b"abcab", ranks)
+    stages = step(1).stages_of_joining(b"abcab", ranks)
     assert stages == [
         [b"a", b"b", b"c", b"a", b"b"],
         [b"a", b"bc", b"a", b"b"],  # bc was learned before ab
@@ -547,6 +547,7 @@ def test_learned_merges_are_the_textbooks():
     )
     merges = step(12).learn_merges([text.replace(" ", "\n")], 4)
     assert merges == [b"es", b"est", b"lo", b"low"]
+    assert step(12).learn_merges(["abc"], 9) == [b"ab", b"abc"]  # then nothing is left to join
 
 
 def test_learned_merges_encode_as_tiktoken_does():

@@ -204,8 +204,10 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
             nn.init.ones_(p)
         elif isinstance(module, nn.Linear | nn.Embedding):
             start = std
-            if std == "fan_in":
-                start = 0.02 if isinstance(module, nn.Embedding) else module.in_features**-0.5
+            if std == "fan_in" and isinstance(module, nn.Embedding):
+                start = 0.02
+            elif std == "fan_in":
+                start = module.in_features**-0.5
             if isinstance(module, ResidualWriter):
                 start /= math.sqrt(2 * model.cfg.n_layers)
             nn.init.normal_(p, std=start, generator=generator(seed, name, tuple(p.shape)))
@@ -220,10 +222,10 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def check_tie(model: nn.Module, state: dict[str, torch.Tensor] | None = None) -> None:
-    """Raise ValueError if embedding and head are not one tensor, or will not be given one value.
+    """Raise ValueError if embedding and head are not one tensor.
 
-    The second is asked if `state`, a checkpoint about to be loaded, is given. Nobody else would
-    complain. Two tensors drift apart in training. Of two values, the one loaded last wins.
+    Or if `state`, a checkpoint about to be loaded, holds two different values for them. PyTorch
+    complains of neither. Two tensors drift apart in training; of two values, the last loaded wins.
     """
     embedding = model.token_embedding.weight
     head = model.lm_head.weight
@@ -274,7 +276,8 @@ def generate(
         else:
             if top_k is not None:
                 order = logits.sort(dim=-1, descending=True, stable=True).indices
-                logits = logits.scatter(-1, order[:, top_k:], -math.inf)  # all but the first k
+                dropped = order[:, top_k:]  # all but the first k
+                logits = logits.scatter(-1, dropped, -math.inf)
             probabilities = F.softmax(logits / temperature, dim=-1)
             next_idx = torch.multinomial(probabilities, 1, generator=generator)
         idx = torch.cat((idx, next_idx), dim=1)

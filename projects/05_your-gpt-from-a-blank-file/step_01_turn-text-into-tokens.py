@@ -34,8 +34,8 @@ def characters_of(text: str) -> list[str]:
     return sorted(set(text))
 
 
-def joining(piece: bytes, ranks: dict[bytes, int]) -> list[list[bytes]]:
-    """Byte-pair encoding of one piece of text: its parts before the first joining and after each.
+def stages_of_joining(piece: bytes, ranks: dict[bytes, int]) -> list[list[bytes]]:
+    """Byte-pair encoding of one piece: its parts before the first joining, and after each one.
 
     `ranks` maps every known string of bytes to its token; a lower number is a better rank.
     (Sennrich et al. 2016; on bytes as in GPT-2.)
@@ -43,19 +43,19 @@ def joining(piece: bytes, ranks: dict[bytes, int]) -> list[list[bytes]]:
     parts = [bytes([byte]) for byte in piece]
     stages = [parts]
     while len(parts) > 1:
-        joined = [left + right for left, right in zip(parts, parts[1:])]
-        order = [ranks.get(pair, len(ranks)) for pair in joined]  # unknown pairs come last
+        pairs = [left + right for left, right in zip(parts, parts[1:])]
+        order = [ranks.get(pair, len(ranks)) for pair in pairs]  # unknown pairs come last
         best = order.index(min(order))  # where ranks are equal, the pair on the left
-        if joined[best] not in ranks:
+        if pairs[best] not in ranks:
             break
-        parts = [*parts[:best], joined[best], *parts[best + 2 :]]
+        parts = [*parts[:best], pairs[best], *parts[best + 2 :]]
         stages.append(parts)
     return stages
 
 
 def join_pairs(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
     """The tokens of one piece of text."""
-    return [ranks[part] for part in joining(piece, ranks)[-1]]
+    return [ranks[part] for part in stages_of_joining(piece, ranks)[-1]]
 
 
 # ---------------------------------------------------------------- look at it
@@ -71,10 +71,10 @@ def main() -> int:
     word = " gradients"
     console.say(f"{word!r} as characters: {[characters.index(c) for c in word]}")
     console.say(f"{word!r} as byte pairs, joined one pair at a time:")
-    for parts in joining(word.encode("utf-8"), ranks):
+    for parts in stages_of_joining(word.encode("utf-8"), ranks):
         console.say("  " + "|".join(part.decode("utf-8") for part in parts))
     rare = " unsqueeze"
-    pieces = joining(rare.encode("utf-8"), ranks)[-1]
+    pieces = stages_of_joining(rare.encode("utf-8"), ranks)[-1]
     per_token = len(text) / len(bpe.encode_ordinary(text))
     console.say(f"{rare!r} is rarer and ends as {len(pieces)} tokens: {pieces}.")
     console.say(f"On this text one byte-pair token stands for {per_token:.2f} characters,")
@@ -89,9 +89,9 @@ def main() -> int:
     words = sorted({f" {w}" for w in re.findall("[A-Za-z]+", text)} | {" Ωμέγα", " größer", " 注意力"})
     tiktokens = [bpe.encode_ordinary(w) for w in words]
     different = [w for w, t in zip(words, tiktokens) if join_pairs(w.encode("utf-8"), ranks) != t]
-    checks.equal(f"words of {len(words):,} unlike tiktoken", len(different), 0)
+    checks.equal(f"of {len(words):,} words, unlike tiktoken", len(different), 0)
     lost = [w for w, t in zip(words, tiktokens) if bpe.decode(t) != w]
-    checks.equal("  decoded to something else", len(lost), 0)
+    checks.equal("  not decoded to the word", len(lost), 0)
     return checks.report()
 
 

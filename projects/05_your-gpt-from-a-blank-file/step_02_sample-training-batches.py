@@ -62,7 +62,8 @@ def main() -> int:
     # generator(seed, purpose) is a torch.Generator of its own for each seed and purpose.
     idx, targets = batch_by_loop(corpus.train, T, 4, generator(1, "batches"))
 
-    row = max(range(4), key=lambda i: len(idx[i].unique()))  # most different characters
+    different = [len(window.unique()) for window in idx]
+    row = different.index(max(different))  # the window with the most different characters
     console.say("One window is eight exercises:\n")
     for t in range(T):
         seen = corpus.tokenizer.decode(idx[row, : t + 1].tolist())
@@ -80,9 +81,9 @@ def main() -> int:
     checks.equal("without a loop: the same", torch.stack(at_once), torch.stack((idx, targets)))
     shared = data.sample_batch(corpus.train, T, 4, generator(1, "batches"))
     checks.equal("shared/data.py: the same", torch.stack(shared), torch.stack((idx, targets)))
-    few = torch.arange(12)  # so few that 2,000 draws reach every start
+    few = torch.arange(12)  # so few that 2,000 windows of 5 reach every start
     inputs, _ = batch_by_loop(few, 5, 2000, generator(1, "few"))
-    checks.equal("starts in 12 tokens: 0 to 6", inputs[:, 0].unique(), torch.arange(7))
+    checks.equal("5 of 12 tokens: starts 0 to 6", inputs[:, 0].unique(), torch.arange(7))
     return checks.report()
 
 

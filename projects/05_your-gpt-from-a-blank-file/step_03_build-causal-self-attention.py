@@ -9,11 +9,12 @@ found) and a value (what it has to give). Query times key is a score for each pa
 Softmax turns the scores of one query into shares that sum to 1, and the result at its position is
 the mean of all values by these shares.
 
-Three details. Scores are divided by √D: the product of two vectors of D random numbers has size √D,
-and with scores that large softmax would give nearly everything to one position. A position must not
-see its future, which it is to guess: those scores become -∞, so their shares are 0. This is what
-"causal" means. And there are H small attentions, called heads: one set of shares is one look at the
-past, H heads are H different looks at once. A last matrix, proj, mixes what they found.
+Three details. Scores are divided by √D: query times key is a sum of D products, which for random
+numbers of size 1 has size √D, and with scores that large softmax would give nearly everything to
+one position. A position must not see its future, which it is to guess: those scores become -∞, so
+their shares are 0. This is what "causal" means. And there are H small attentions, called heads: one
+set of shares is one look at the past, H heads are H different looks at once. A last matrix, proj,
+mixes what they found.
 
     python step_03_build-causal-self-attention.py
 
@@ -90,13 +91,14 @@ class CausalSelfAttention(nn.Module):
 
 
 def draw_picture() -> Path:
-    """The mask, and two heads set by hand to show what a head can do (9: for large scores)."""
+    """The mask, and two heads set by hand to show what a head can do."""
     text = "the cat sat on the mat"
     T = len(text)
     letters = F.one_hot(torch.tensor([ord(letter) - ord(" ") for letter in text])).float()
     places = torch.eye(T)  # row t is the vector of position t
-    _, own_letter = attend_by_hand(9 * letters, 9 * letters, letters)
-    _, one_back = attend_by_hand(9 * places.roll(1, dims=0), 9 * places, letters)
+    places_before = places.roll(1, dims=0)  # row t is the vector of position t - 1
+    _, own_letter = attend_by_hand(9 * letters, 9 * letters, letters)  # 9 makes scores large
+    _, one_back = attend_by_hand(9 * places_before, 9 * places, letters)
     pictures = {
         "who may look at whom": torch.ones(T, T).tril(),
         "a head: the same letter": own_letter,
@@ -140,7 +142,7 @@ def main() -> int:
     (theirs,) = torch.autograd.grad(reference.square().sum(), x)
     checks.close("  its gradient of x", ours, theirs, 1e-11)
     (reach,) = torch.autograd.grad(attn(x)[:, 3].sum(), x)
-    checks.equal("output 3 by later inputs", reach[:, 4:], torch.zeros(2, 3, 15))
+    checks.equal("gradient by later inputs", reach[:, 4:], torch.zeros(2, 3, 15))
     return checks.report()
 
 

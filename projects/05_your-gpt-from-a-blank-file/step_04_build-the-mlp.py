@@ -1,14 +1,14 @@
 """Step 04: build the MLP.
 
 Attention (step 03) brought information from other positions. The MLP (multi-layer perceptron) now
-works on it, at each position by itself: a matrix takes the vector to four times its width, GELU is
-applied to each of these numbers, and a second matrix leads back to the old width.
+works on it, at each position by itself: a matrix takes the vector to four times its width C, GELU
+is applied to each of these numbers, and a second matrix leads back to the old width.
 
 GELU is a smooth ReLU: large positive numbers pass, large negative ones become almost 0, and between
 there is a soft bend. It must be there. Without it the two matrices would be one matrix, their
 product, and the MLP could only ever answer in straight lines. With it, each of the 4C numbers
-inside is a switch that the input turns on or off, and the second matrix says what is added to the
-vector when it is on.
+inside is a switch: the input turns it on or off. While it is on, the second matrix adds to the
+vector what belongs to this switch.
 
 Its formula: x times the share of a normal distribution that lies below x.
 

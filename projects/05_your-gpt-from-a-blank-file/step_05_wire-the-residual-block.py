@@ -13,8 +13,8 @@ trained. Without the sums each block replaces what the earlier ones found, and n
 is left after the first.
 
 The norm is a LayerNorm: it brings each position's vector to mean 0 and size 1, so that a part reads
-numbers of the same size wherever in the stack it stands. It stands before each part ("pre-norm"),
-off the stream. Chapter 07 builds it by hand.
+numbers of the same size wherever in the stack it stands. Only what a part reads is normalized
+("pre-norm"), not the stream itself. Chapter 07 builds the norm by hand.
 
     python step_05_wire-the-residual-block.py
 
@@ -87,8 +87,9 @@ class BlockWithoutSums(Block):
 def measure(block_class: type[Block], depth: int = 24) -> tuple[list[float], float]:
     """Send a random x through new blocks, and a random gradient of size 1 back.
 
-    Returns how alike the stream and the input are, before the first block and after each (cosine:
-    1 is the same direction, 0 nothing in common), and the size of the gradient that comes back.
+    Returns how alike the stream and the input are, before the first block and after each one; and
+    the size of the gradient that comes back. Alike is the cosine: 1 for the same direction, 0 for
+    nothing in common.
     """
     noise = generator(1, "step 05")
     blocks = nn.ModuleList(block_class(GPTConfig()) for _ in range(depth))

@@ -6,9 +6,9 @@ It also saves much: with GPT-2's vocabulary at width 128 and four layers, the ma
 of the untied model.
 
 Tied means one tensor with two names, not two tensors with equal numbers. It is stored once, and its
-gradient is the sum of what it gets as embedding and as head. PyTorch has several ways to make two
-tensors of it without a word. The logits are the same at first, so nothing shows; then two matrices
-drift apart in training. check_tie() raises an error if the tie is lost.
+gradient is the sum of what it gets as embedding and as head. Several usual operations make two
+tensors of it, and PyTorch raises no error. The logits are the same at first, so nothing shows; then
+two matrices drift apart in training. check_tie() raises an error if the tie is lost.
 
     python step_07_tie-the-embeddings.py
 
@@ -36,10 +36,10 @@ GPTConfig = step_06.GPTConfig
 
 
 def check_tie(model: nn.Module, state: dict[str, torch.Tensor] | None = None) -> None:
-    """Raise ValueError if embedding and head are not one tensor, or will not be given one value.
+    """Raise ValueError if embedding and head are not one tensor.
 
-    The second is asked if `state`, a checkpoint about to be loaded, is given. Nobody else would
-    complain. Two tensors drift apart in training. Of two values, the one loaded last wins.
+    Or if `state`, a checkpoint about to be loaded, holds two different values for them. PyTorch
+    complains of neither. Two tensors drift apart in training; of two values, the last loaded wins.
     """
     embedding = model.token_embedding.weight
     head = model.lm_head.weight

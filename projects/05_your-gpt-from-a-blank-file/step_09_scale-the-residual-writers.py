@@ -3,8 +3,8 @@
 Step 08 started every matrix with the same σ. But not all matrices are alike: two in each layer
 write into the residual stream, attention's last one and the MLP's. L layers add 2L terms to the
 stream. A sum of 2L independent terms of one size is √(2L) times as large as one of them. So a deep
-stream grows, and what a late block adds counts for little beside it: with 100 layers the last
-block's gradient is a thirteenth of the first block's.
+stream grows, and what a late block adds counts for little beside it: in an unscaled model of 100
+layers the first block's gradient is 13 times the last block's.
 
 The remedy: the matrices that write start √(2L) times smaller, σ/√(2L) (Radford et al. 2019). Then
 the sum is equally large at any depth. Measured at width 128, from start to end: the stream grows
@@ -15,7 +15,7 @@ miss a writer of another name: chapter 07's is called down_proj.
 
     python step_09_scale-the-residual-writers.py
 
-draws outputs/step_09.png: the size of the stream, block by block, at four depths. About 7 seconds.
+draws outputs/step_09.png: the size of the stream, block by block, at four depths.
 """
 
 import math
@@ -67,8 +67,10 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
             nn.init.ones_(p)
         elif isinstance(module, nn.Linear | nn.Embedding):
             start = std
-            if std == "fan_in":
-                start = 0.02 if isinstance(module, nn.Embedding) else module.in_features**-0.5
+            if std == "fan_in" and isinstance(module, nn.Embedding):
+                start = 0.02
+            elif std == "fan_in":
+                start = module.in_features**-0.5
             if isinstance(module, ResidualWriter):
                 start /= math.sqrt(2 * model.cfg.n_layers)
             nn.init.normal_(p, std=start, generator=generator(seed, name, tuple(p.shape)))
@@ -81,9 +83,10 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
 
 
 def measure(n_layers: int, start: Callable, seed: int = 1) -> tuple[list[float], float]:
-    """A new model on random tokens: the size of its stream at the start and after each block.
+    """Run a new model on random tokens, forward and back.
 
-    And the size of the first block's gradient, divided by that of the last block's.
+    Returns the size of its stream at the start and after each block; and how many times as large
+    the first block's gradient is as the last block's.
     """
     model = GPT(GPTConfig(n_layers=n_layers, d_model=128), V)
     start(model, seed)
@@ -112,7 +115,7 @@ def draw_picture(scaled: dict[int, tuple], unscaled: dict[int, tuple]) -> Path:
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xticks([0, *DEPTHS], ["start", *map(str, DEPTHS)])
     axes.minorticks_off()
-    figures.label(axes, "The size of the stream", "after block", "standard deviation")
+    figures.label(axes, "The size of the stream", "after block (logarithmic)", "standard deviation")
     return figures.save(figure, __file__)
 
 
@@ -131,7 +134,7 @@ def main() -> int:
 
     checks = Checks()
     checks.between("100 : 2 layers, scaled", grown[100] / grown[2], 0.9, 1.1)
-    ratio = grown_unscaled[100] / grown_unscaled[2]  # √(100/2) = 7.1 if terms were all the stream
+    ratio = grown_unscaled[100] / grown_unscaled[2]  # about √(100/2) = 7.1
     checks.between("  unscaled", ratio, 4.0, 12.0)
     checks.between("100 layers: gradient", scaled[100][1], 0.5, 3.0)
     model = GPT(GPTConfig(n_layers=12, d_model=128), V)

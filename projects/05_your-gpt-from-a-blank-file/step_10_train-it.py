@@ -61,8 +61,11 @@ def fresh_model(corpus: data.Corpus, seed: int) -> nn.Module:
 
 
 def loss_of_letter_table(corpus: data.Corpus) -> float:
-    """Validation loss of a table of how often each character occurs in the training part."""
-    counts = torch.bincount(corpus.train, minlength=corpus.vocab_size) + 1.0  # none is impossible
+    """Validation loss of a table of how often each character occurs in the training part.
+
+    Each count is 1 higher, so that no character has probability 0.
+    """
+    counts = torch.bincount(corpus.train, minlength=corpus.vocab_size) + 1.0
     p = counts / counts.sum()
     return -p[corpus.validation[1:]].log().mean().item()
 
@@ -94,8 +97,7 @@ def main() -> int:
     corpus = data.load_corpus("docs", "char", GPTConfig().block_size)
     model = fresh_model(corpus, seed=1)
     losses = train_by_hand(model, corpus, steps=200, seed=1)
-    settings = training.TrainingSettings(steps=20)
-    validation = training.evaluate(model, corpus.validation, settings)  # on all of that part
+    validation = training.evaluate(model, corpus.validation, training.TrainingSettings())
     guessing = math.log(corpus.vocab_size)
     letters = loss_of_letter_table(corpus)
     pairs = loss_of_pair_table(corpus)
@@ -113,7 +115,8 @@ def main() -> int:
 
     checks = Checks()
     checks.close("first loss: ln V", losses[0], guessing, 0.2)
-    shared = training.train(fresh_model(corpus, seed=1), corpus, settings, seed=1)
+    twenty_steps = training.TrainingSettings(steps=20)
+    shared = training.train(fresh_model(corpus, seed=1), corpus, twenty_steps, seed=1)
     ours = torch.tensor(losses[:20])
     checks.close("20 losses, shared/training", ours, torch.tensor(shared.losses), 1e-4)
     checks.between("validation: below letters", validation, 0, letters)

@@ -15,8 +15,7 @@ What does a model learn first? The picture shows it: before training it writes a
 
 draws outputs/step_11.png: the loss, and what the model writes at three moments.
 
-With this the GPT is complete. build.py holds the same model, start and sampling in one file; data
-and the training loop come from shared/ (steps 01, 02 and 10 showed them by hand).
+With this the GPT is complete: build.py holds the model, its start and sampling in one file.
 """
 
 import math
@@ -68,7 +67,8 @@ def generate(
         else:
             if top_k is not None:
                 order = logits.sort(dim=-1, descending=True, stable=True).indices
-                logits = logits.scatter(-1, order[:, top_k:], -math.inf)  # all but the first k
+                dropped = order[:, top_k:]  # all but the first k
+                logits = logits.scatter(-1, dropped, -math.inf)
             probabilities = F.softmax(logits / temperature, dim=-1)
             next_idx = torch.multinomial(probabilities, 1, generator=generator)
         idx = torch.cat((idx, next_idx), dim=1)
@@ -142,7 +142,7 @@ def main() -> int:
     checks.equal("temperature 0: token 1", likeliest[1], torch.tensor(1.0))
     two = shares_drawn(logits, top_k=2)
     checks.equal("top_k = 2: tokens drawn", two.nonzero().flatten().tolist(), [1, 3])
-    checks.close("  token 1 e times as often", two[1] / two[3], math.e, 0.1)
+    checks.close("  token 1 : token 3 is e", two[1] / two[3], math.e, 0.1)
     return checks.report()
 
 

@@ -43,42 +43,45 @@ def learn_merges(texts: Iterable[str], n_merges: int) -> list[bytes]:
     A piece that occurs often is kept once, with its count. After a joining only the pieces that
     hold the pair are counted anew; counting everything each time would take days.
     """
-    pieces = Counter()
+    counter = Counter()
     for text in texts:
-        pieces.update(regex.findall(data.BPE4K_PATTERN, text))
-    words = [[bytes([b]) for b in piece.encode("utf-8")] for piece in pieces]
-    times = list(pieces.values())  # how often each word occurs
+        counter.update(regex.findall(data.BPE4K_PATTERN, text))
+    pieces = [[bytes([b]) for b in piece.encode("utf-8")] for piece in counter]
+    times = list(counter.values())  # how often each piece occurs
     pair_counts = Counter()
-    where = defaultdict(set)  # for each pair, the words that hold it (or once did)
-    for w, word in enumerate(words):
-        for pair in zip(word, word[1:]):
-            pair_counts[pair] += times[w]
-            where[pair].add(w)
+    holders = defaultdict(set)  # for each pair, the pieces where it stands or has stood
+    for i, piece in enumerate(pieces):
+        for pair in zip(piece, piece[1:]):
+            pair_counts[pair] += times[i]
+            holders[pair].add(i)
     merges = []
     while len(merges) < n_merges and pair_counts:
+        # the most frequent pair; of equals the one whose bytes come first
         best = min(pair_counts, key=lambda pair: (-pair_counts[pair], pair))
+        if pair_counts[best] == 0:
+            break  # nothing is left to join
         merges.append(best[0] + best[1])
-        for w in where.pop(best):
-            for pair in zip(words[w], words[w][1:]):
-                pair_counts[pair] -= times[w]
-            words[w] = join(words[w], best)
-            for pair in zip(words[w], words[w][1:]):
-                pair_counts[pair] += times[w]
-                where[pair].add(w)
+        for i in holders.pop(best):
+            for pair in zip(pieces[i], pieces[i][1:]):  # take the piece out of the counts,
+                pair_counts[pair] -= times[i]
+            pieces[i] = join(pieces[i], best)
+            for pair in zip(pieces[i], pieces[i][1:]):  # and count it as it is now
+                pair_counts[pair] += times[i]
+                holders[pair].add(i)
         del pair_counts[best]
     return merges
 
 
-def join(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
-    """The word with the pair joined wherever it stands, from left to right."""
+def join(parts: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    """The parts of a piece with the pair joined wherever it stands, from left to right."""
     joined = []
     i = 0
-    while i < len(word):
-        if tuple(word[i : i + 2]) == pair:
-            joined.append(word[i] + word[i + 1])
+    while i < len(parts):
+        if tuple(parts[i : i + 2]) == pair:
+            joined.append(parts[i] + parts[i + 1])
             i += 2
         else:
-            joined.append(word[i])
+            joined.append(parts[i])
             i += 1
     return joined
 
@@ -87,7 +90,9 @@ def write_vocabulary(vocab_size: int = 4096) -> None:
     """Learn shared/bpe4k.tiktoken from the source code of torch: the 256 bytes, then the pairs."""
     merges = learn_merges(data.torch_source(), vocab_size - 256)
     tokens = [bytes([b]) for b in range(256)] + merges
-    lines = [f"{base64.b64encode(t).decode('ascii')} {rank}\n" for rank, t in enumerate(tokens)]
+    lines = []
+    for rank, token in enumerate(tokens):
+        lines.append(f"{base64.b64encode(token).decode('ascii')} {rank}\n")
     files.write_text(data.BPE4K_FILE, "".join(lines))
 
 

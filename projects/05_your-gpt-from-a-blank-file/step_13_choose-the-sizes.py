@@ -1,11 +1,11 @@
 """Step 13: choose the sizes.
 
-Four numbers and a yes or no (are there biases?) fix the model of this chapter, in GPTConfig. Which
-of them makes a model large? Count the numbers in each part, for width C, L layers, a vocabulary of
-V tokens and a longest context of T tokens:
+GPTConfig, below, holds the sizes of this chapter's model. Which of them makes a model large? Count
+the numbers in each part, for width C, L layers, a vocabulary of V tokens and a longest context of T
+tokens:
 
-- attention: four matrices' worth of C·C, and 4C biases;
-- MLP: two matrices of C·4C, and 5C biases;
+- attention: 4C², for queries, keys, values and proj, and 4C biases;
+- MLP: 8C², for two matrices of C·4C, and 5C biases;
 - two norms in a layer, one at the end: 2C each;
 - tables of tokens and of positions: V·C and T·C.
 
@@ -106,14 +106,16 @@ def main() -> int:
         rows.append([name, str(cfg.n_layers), str(cfg.d_model), f"{counted[name]:,}"])
     console.say(console.Table(["model", "layers", "width", "numbers"], rows))
     draw_picture(models, vocab_sizes)
-    console.say("\nFrom small to XL the width more than doubles and the layers are four times as")
-    console.say("many: 4 times 4 and a little, so the blocks become 17 times as large.")
+    console.say("\nFrom small to XL the width is 2.1 times as large, which makes a layer 4.3 times")
+    console.say("as large. There are 4 times as many layers, so the blocks are 17 times as large.")
     console.say("Drawn to outputs/step_13.png.")
 
     checks = Checks()
     unlike = 0
     for (name, cfg), vocab_size in zip(models.items(), vocab_sizes):
-        unlike += sum(count_by_formula(cfg, vocab_size).values()) != counted[name]
+        by_formula = sum(count_by_formula(cfg, vocab_size).values())
+        if by_formula != counted[name]:
+            unlike += 1
     checks.equal("unlike the formula", unlike, 0)
     checks.equal("GPT-2 small, published", counted["small"], 124_439_808)
     checks.equal("GPT-2 XL, published", counted["XL"], 1_557_611_200)

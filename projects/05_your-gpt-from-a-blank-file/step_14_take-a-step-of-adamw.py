@@ -9,8 +9,9 @@ moves by m/√v. If the gradient keeps its sign, that is about 1, whatever its s
 and fro, m cancels out and the move is small. So the learning rate is about the most that a
 parameter moves in a step, and one rate suits all.
 
-Both means start at 0 and would be too small at first; dividing by 1 - β^t mends that. The W is
-weight decay: besides, each step pulls every parameter a little towards 0.
+Both means start at 0 and would be too small at first; dividing them by 1 - 0.9^t and 1 - 0.999^t in
+step t mends that. The W is weight decay: besides, each step pulls every parameter a little
+towards 0.
 
     python step_14_take-a-step-of-adamw.py
 
@@ -86,7 +87,7 @@ def draw_picture(paths: dict[str, torch.Tensor]) -> Path:
         torch.linspace(-0.6, 0.6, 80), torch.linspace(-1.2, 0.4, 80), indexing="ij"
     )
     axes.contour(along, across, height(torch.stack((along, across), -1)), 12, colors="0.85")
-    for (name, path), colour in zip(paths.items(), figures.COLOURS[1::-1]):
+    for (name, path), colour in zip(paths.items(), (figures.COLOURS[1], figures.COLOURS[0])):
         axes.plot(path[:, 0], path[:, 1], ".-", color=colour, label=name)
     axes.plot(0, 0, "k*", markersize=12)
     figures.label(axes, "30 steps through a valley to the star", "along (flat)", "across (steep)")
@@ -98,7 +99,8 @@ def main() -> int:
     adamw = path_of_adamw(30, lr=0.05)
     draw_picture({"plain gradient steps": plain, "AdamW": adamw})
     console.say("How far from the lowest point along the valley, of 1.00 at the start:")
-    console.say(f"after 30 plain steps {-plain[-1, 0]:.2f}, after 30 of AdamW {adamw[-1, 0]:.2f}.")
+    left = [path[-1, 0].abs().item() for path in (plain, adamw)]
+    console.say(f"after 30 plain steps {left[0]:.2f}, after 30 of AdamW {left[1]:.2f} (past it).")
     console.say("The steep side allows plain steps no larger rate, and so the flat side waits.")
     console.say("Drawn to outputs/step_14.png.")
 
