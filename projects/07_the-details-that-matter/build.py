@@ -304,7 +304,8 @@ def tensor_stats(x: torch.Tensor) -> dict[str, float]:
     x = x.float() if x.device.type == "mps" else x.double()  # Apple's GPUs have no float64
     centred = x - x.mean()
     var = centred.square().mean()
-    kurtosis = torch.where(var > 0, (centred * var.rsqrt()).pow(4).mean(), 0)
+    normalized = centred * var.rsqrt()
+    kurtosis = torch.where(var > 0, normalized.pow(4).mean(), 0)
     # One tolist(), not five: each waits for the GPU to finish.
     values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()
     return dict(zip(("mean", "var", "min", "max", "kurtosis"), values))

@@ -7,10 +7,10 @@ mean is 0 and the standard deviation is 1. Then each channel gets a gain and a b
 learns, so it may choose another size where it needs one.
 
 The backward pass follows from two things that don't change the output. Add 1 to every entry of x:
-the mean moves along, and y stays. So the gradient must not point in that direction, and we take
-that part out: we subtract the gradient's mean. Make x twice as long: the standard deviation doubles
-too, and y stays. So we take out the gradient's part along x as well. These are the two means in
-the backward pass.
+the mean moves along, and y stays. So the gradient has no part in the direction (1, 1, ..., 1). That
+part of a vector is its mean, so we subtract the mean. Make x twice as large: the mean and the
+standard deviation double, and y stays. So the gradient has no part along the normalized x either,
+and we subtract that part too. These are the two means in the backward pass.
 
     python step_01_build-layernorm-from-scratch.py
 
@@ -42,10 +42,11 @@ def layernorm(
     y = (x - mean) / √(variance + eps) · weight + bias (eq. 4).
     """
     centred = x - x.mean(-1, keepdim=True)
-    # Divided by C, not by C - 1 as x.std() does. From `centred`: the shortcut mean(x²) - mean(x)²
-    # loses its digits when the mean is large.
+    # Divided by C, not by C - 1 as x.std() does. We square `centred`, since the shortcut
+    # mean(x²) - mean(x)² loses its digits when the mean is large.
     variance = centred.square().mean(-1, keepdim=True)
-    inverse_std = torch.rsqrt(variance + eps)  # eps inside the root
+    # 1 / √(variance + eps). Where all entries are equal, eps keeps us from dividing by 0.
+    inverse_std = torch.rsqrt(variance + eps)
     normalized = centred * inverse_std
     return normalized * weight + bias, normalized, inverse_std
 
@@ -119,7 +120,7 @@ def main() -> int:
     checks.close("output: as nn.LayerNorm", y, reference, 1e-13)
     checks.close("dL/dx by hand: as autograd", dx, x.grad, 1e-13)
     checks.close("dL/dx: no shift, mean 0", dx.mean(-1), torch.zeros(2, 3), 1e-13)
-    along_x = (dx * normalized).mean(-1)
+    along_x = (dx * normalized).mean(-1)  # eps leaves a little of it
     checks.close("dL/dx: no part along x", along_x, torch.zeros(2, 3), 1e-4)
     return checks.report()
 

@@ -5,8 +5,8 @@ deviation. The second move is what keeps a vector's size steady. RMSNorm (Zhang 
 makes that move alone: it divides by the root of the mean square, and it adds no bias. That is less
 work, and it trains as well: step 05 compares them, and step 11 asks what RMSNorm saves.
 
-A vector whose mean is 0 already comes out of both norms the same. Otherwise LayerNorm removes the
-mean and RMSNorm keeps it, made smaller together with everything else.
+Where the mean is 0 anyway, both norms give the same vector. Where it isn't, LayerNorm removes it;
+RMSNorm keeps it and divides it like everything else.
 
 One trap: the norm squares its input. float16 ends at 65,504, and 256² is 65,536. So the square of
 an entry of 256 is already infinite. Everything is then divided by infinity, and the output is 0,

@@ -65,7 +65,7 @@ class NormBlock(gpt.Block):
     """Chapter 05's block with the norm that the config names; forward() is chapter 05's."""
 
     def make_norm(self, cfg: NormConfig) -> nn.Module:
-        return make_norm(cfg.norm_type, cfg.d_model, cfg.norm_eps)
+        return make_norm(cfg.norm_type, cfg.d_model, cfg.norm_eps)  # the function above
 
 
 class NormGPT(gpt.GPT):
@@ -97,7 +97,7 @@ def sizes_by_layer(model: NormGPT, idx: torch.Tensor) -> tuple[list[float], list
 
 def draw_picture(corpus: data.Corpus) -> Path:
     """The stream grows with depth; what a layer reads keeps its size, if there is a norm."""
-    idx = corpus.train[None, :32]
+    idx = corpus.train[None, :32]  # a batch of one window
     figure = figures.new_figure(8, 3)
     panels = figure.subplots(1, 3, sharey=True)
     for axes, norm_type in zip(panels, NORM_TYPES):
@@ -119,7 +119,8 @@ def main() -> int:
     console.say()
     console.say("Compare the two lines. In 24 untrained layers the stream grows about tenfold,")
     console.say("and yet with a norm every MLP reads a vector of size 1. With none there is only")
-    console.say("one line: the MLP reads the stream as it is, and adds next to nothing to it.")
+    console.say("one line: the MLP reads the stream as it is. That is small, so what the MLP adds")
+    console.say("is small too, and the stream hardly grows.")
 
     checks = Checks()
     plain = gpt.GPT(gpt.GPTConfig(), corpus.vocab_size)

@@ -8,7 +8,7 @@ others 0, has a kurtosis of 574.
 Why care about a few large entries? A norm divides the whole vector by its size. Where one entry is
 huge, it decides that size, and all the others come out near 0. Number formats with few bits suffer
 too: they must span the largest entry, and have few steps left for the rest. In chapter 37 you will
-see a real model that has such an entry.
+see a real model, 576 channels wide, that has such an entry.
 
 To look inside we use hooks. A hook is a function that PyTorch calls when a module runs. Each norm
 reads the stream, so we hang a hook on each norm and look at its input. Looking must change nothing:
@@ -16,7 +16,7 @@ the losses of a training run with hooks and without are the same.
 
     python step_04_instrument-hidden-state-statistics.py
 
-draws outputs/step_04.png. Step 05 uses the same hooks on models with different norms.
+draws outputs/step_04.png. Step 05 trains models with different norms.
 
 Shapes: B batch, T positions, C = d_model, L layers.
 """
@@ -50,7 +50,8 @@ def tensor_stats(x: torch.Tensor) -> dict[str, float]:
     x = x.float() if x.device.type == "mps" else x.double()  # Apple's GPUs have no float64
     centred = x - x.mean()
     var = centred.square().mean()
-    kurtosis = torch.where(var > 0, (centred * var.rsqrt()).pow(4).mean(), 0)
+    normalized = centred * var.rsqrt()
+    kurtosis = torch.where(var > 0, normalized.pow(4).mean(), 0)
     # One tolist(), not five: each waits for the GPU to finish.
     values = torch.stack((x.mean(), var, x.min(), x.max(), kurtosis)).tolist()
     return dict(zip(("mean", "var", "min", "max", "kurtosis"), values))
@@ -60,9 +61,7 @@ def tensor_stats(x: torch.Tensor) -> dict[str, float]:
 def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float]]:
     """tensor_stats of the residual stream at its 2L + 1 points, for one batch of token ids (B, T).
 
-    A point is named after the layer that wrote to the stream last. At each point a norm reads the
-    stream, so a hook on that norm sees it. (A hook is a function that PyTorch calls when a module
-    runs.)
+    A point is named after the layer that wrote last. A norm reads the stream there: we hook it.
     """
     points = ["embedding"]
     norms = []
@@ -76,7 +75,8 @@ def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float
         point = points[len(stats)]  # the norms run in the order of the points
         stats[point] = tensor_stats(inputs[0])
 
-    hooks = [norm.register_forward_pre_hook(keep) for norm in set(norms)]  # one hook on each norm
+    # set(): where one norm serves several places, it gets one hook all the same.
+    hooks = [norm.register_forward_pre_hook(keep) for norm in set(norms)]
     try:
         model(idx)
     finally:
@@ -105,10 +105,10 @@ def draw_picture(history: training.History) -> Path:
     """Std and kurtosis of the stream by layer, a line for each moment of training."""
     figure = figures.new_figure(8, 3.6)
     left, right = figure.subplots(1, 2)
-    for colour, sample in zip(figures.COLOURS, history.observations):
-        points = [point.removeprefix("blocks.") for point in sample["stream"]]
-        statistics = sample["stream"].values()
-        step = f"step {sample['step']}"
+    for colour, moment in zip(figures.COLOURS, history.observations):
+        points = [point.removeprefix("blocks.") for point in moment["stream"]]
+        statistics = moment["stream"].values()
+        step = f"step {moment['step']}"
         left.plot(points, [s["var"] ** 0.5 for s in statistics], "o-", color=colour, label=step)
         right.plot(points, [s["kurtosis"] for s in statistics], "o-", color=colour)
     left.set_title("standard deviation of the stream")

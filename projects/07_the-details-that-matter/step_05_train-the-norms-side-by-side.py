@@ -42,10 +42,9 @@ def train(norm_type: str, seed: int, corpus: data.Corpus) -> training.History:
     return training.train(model, corpus, SETTINGS, seed)
 
 
-def paired_difference(losses: list[float], others: list[float]) -> verdict.Interval:
-    """The mean of loss minus other loss, taken seed by seed, and its 95 % interval."""
-    differences = [loss - other for loss, other in zip(losses, others)]
-    return verdict.interval(differences)
+def differences(losses: list[float], others: list[float]) -> list[float]:
+    """Loss minus other loss, seed by seed."""
+    return [loss - other for loss, other in zip(losses, others)]
 
 
 # ---------------------------------------------------------------- look at it
@@ -58,10 +57,9 @@ def draw_picture(losses: dict[str, list[float]]) -> Path:
     seeds = [f"seed {seed}" for seed in SEEDS]
     layernorm = losses["layernorm"]
     rmsnorm = losses["rmsnorm"]
-    differences = [loss - other for loss, other in zip(rmsnorm, layernorm)]
     left.plot(seeds, layernorm, "o", markersize=8, color=figures.COLOURS[0], label="LayerNorm")
     left.plot(seeds, rmsnorm, "s", color=figures.COLOURS[1], label="RMSNorm")
-    right.plot(seeds, differences, "s", color=figures.COLOURS[1])
+    right.plot(seeds, differences(rmsnorm, layernorm), "s", color=figures.COLOURS[1])
     right.axhline(0, color="black", linewidth=0.8)
     middle = sum(layernorm) / len(layernorm)
     left.set(title="validation loss", ylim=(middle - 0.15, middle + 0.15))
@@ -80,28 +78,30 @@ def main() -> int:
         for norm_type in step_03.NORM_TYPES
     }
     losses = {name: [run.validation_loss for run in runs] for name, runs in histories.items()}
+    # The mean of the differences, and its 95 % interval.
+    rms = verdict.interval(differences(losses["rmsnorm"], losses["layernorm"]))
+    none = verdict.interval(differences(losses["none"], losses["layernorm"]))
+    last_column = {"layernorm": "-", "rmsnorm": str(rms), "none": str(none)}
     rows = []
     for norm_type in step_03.NORM_TYPES:
-        difference = paired_difference(losses[norm_type], losses["layernorm"])
         by_seed = [f"{loss:.3f}" for loss in losses[norm_type]]
-        rows.append([norm_type, *by_seed, "-" if norm_type == "layernorm" else str(difference)])
+        rows.append([norm_type, *by_seed, last_column[norm_type]])
     console.say("Validation loss after 60 steps:")
     console.say()
     console.say(console.Table(["norm", *(f"seed {s}" for s in SEEDS), "minus layernorm"], rows))
     console.say()
 
-    rms = paired_difference(losses["rmsnorm"], losses["layernorm"])
-    none = paired_difference(losses["none"], losses["layernorm"])
     console.say(f"picture: {draw_picture(losses)}")
     console.say()
     console.say("Look at the last column: without a norm the loss is higher by far. For RMSNorm")
-    console.say(f"against LayerNorm: {rms.verdict}. The picture says why we pair:")
-    console.say("a seed that is bad for one norm is bad for the other, so the differences (right)")
-    console.say("vary far less than the losses (left).")
+    console.say(f"against LayerNorm: {rms.verdict}.")
+    console.say()
+    console.say("The picture says why we pair: a seed that is bad for one norm is bad for the")
+    console.say("other, so the differences (right) vary far less than the losses (left).")
 
     checks = Checks()
     checks.equal("no norm against LayerNorm", none.verdict, "higher")
-    for norm_type, runs in histories.items():
+    for norm_type, runs in histories.items():  # untrained, all three guess evenly
         first = sum(run.losses[0] for run in runs) / len(runs)
         uniform = math.log(corpus.vocab_size)
         checks.close(f"{norm_type}: first loss, ln V", first, uniform, 0.25)

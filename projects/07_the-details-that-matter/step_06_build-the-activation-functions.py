@@ -38,7 +38,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Nearly the same with tanh, which used to be faster (section 2). GPT-2 was trained with it."""
+    """Nearly the same with tanh, which used to be faster. GPT-2 was trained with it."""
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return 0.5 * x * (1 + torch.tanh(inner))
 
@@ -69,7 +69,7 @@ def slope(activation, x: torch.Tensor) -> torch.Tensor:
 
 
 def draw_picture() -> Path:
-    """The curves, their slopes, and how much of up = 1 a gate lets through."""
+    """The curves, their slopes, and how much of three ups a gate lets through."""
     x = torch.linspace(-3, 3, 301)
     curves = {"ReLU": F.relu, "GELU": gelu, "SiLU": silu, "ReLU²": relu2}
     figure = figures.new_figure(9, 3.2)
@@ -92,9 +92,9 @@ def draw_picture() -> Path:
 def main() -> int:
     console.say(f"picture: {draw_picture()}")
     console.say()
-    console.say("Look at the slopes left of 0: ReLU has none there, so a neuron that stands there")
-    console.say("gets no gradient; GELU and SiLU keep a little. Right panel: left of 0 little of")
-    console.say("up passes, whatever up is; right of 0 it passes in proportion to the gate.")
+    console.say("Look at the slopes left of 0: ReLU and ReLU² have none, so a neuron there gets")
+    console.say("no gradient; GELU and SiLU keep a little. Right panel: left of 0 little of up")
+    console.say("passes, whatever up is; right of 0 it passes nearly in proportion to the gate.")
 
     checks = Checks()
     x = torch.linspace(-8, 8, 4001, dtype=torch.float64)

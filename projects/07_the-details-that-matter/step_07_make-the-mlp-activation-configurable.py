@@ -12,8 +12,7 @@ up to a multiple of 64 or 256, since GPUs multiply such shapes faster. So SwiGLU
 
     python step_07_make-the-mlp-activation-configurable.py
 
-draws outputs/step_07.png. ResidualWriter is chapter 05's nn.Linear for a matrix that
-writes into the residual stream: its name tells the initialization to start it smaller.
+draws outputs/step_07.png.
 
 Shapes: C = d_model. An MLP works on the last axis, so x may be any (..., C).
 """
@@ -39,7 +38,8 @@ relu2 = step_06.relu2
 
 # ---------------------------------------------------------------- the idea
 
-ACTIVATIONS = {"gelu": F.gelu, "relu2": relu2}  # of the plain MLP; a new one is one more entry
+# Of the plain MLP; a new one is one more entry. F.gelu and F.silu: step 06 writes them by hand.
+ACTIVATIONS = {"gelu": F.gelu, "relu2": relu2}
 DENSE_MLP_TYPES = (*ACTIVATIONS, "swiglu")
 
 
@@ -53,10 +53,7 @@ class MLPConfig(gpt.GPTConfig):
 
 
 def swiglu_hidden(d_model: int, multiple_of: int = 1) -> int:
-    """The 8/3 rule: the width at which SwiGLU has as many weights as a plain MLP with 4C inside.
-
-    3 · C · (8/3)C = 8C² = 2 · C · 4C. Rounded down, then up to a multiple of multiple_of.
-    """
+    """The 8/3 rule: 8C/3, rounded down, then up to a multiple of multiple_of."""
     hidden = 8 * d_model // 3
     return math.ceil(hidden / multiple_of) * multiple_of
 
@@ -69,6 +66,8 @@ class SwiGLU(nn.Module):
         d_hidden = d_hidden or swiglu_hidden(d_model)
         self.gate_proj = nn.Linear(d_model, d_hidden, bias=False)
         self.up_proj = nn.Linear(d_model, d_hidden, bias=False)
+        # A Linear of chapter 05's whose type tells init_parameters() to start it smaller, as it
+        # writes into the residual stream.
         self.down_proj = gpt.ResidualWriter(d_hidden, d_model, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +128,8 @@ def main() -> int:
         rows.append([str(d_model), str(multiple_of), str(hidden), f"{weights:,}", more])
     headers = ["C", "multiple of", "width inside", "SwiGLU's weights", "more than the plain MLP"]
     console.say(console.Table(headers, rows))
-    console.say("\nLook at the last column: where it isn't +0.00%, the two are not of one size.")
+    console.say("\nLook at the last column: by the 8/3 rule alone both are of one size within")
+    console.say("0.4 %. Rounding up to a multiple adds more, 3 % for C = 256 in 64s.")
     console.say(f"\npicture: {draw_picture()}")
     console.say("Two wide matrices and three narrow ones end at the same place.")
 
