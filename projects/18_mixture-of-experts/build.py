@@ -98,14 +98,15 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return Collect.apply(grad.contiguous(), *ctx.saved_tensors), None, None, None
+        gradient = Collect.apply(grad.contiguous(), *ctx.saved_tensors)
+        return gradient, None, None, None  # none for token, place and first
 
 
 class Collect(torch.autograd.Function):
     """rows (R, C) -> (N, C): for each token the sum of its rows. Its gradient is Spread.
 
     embedding_bag sums groups of unequal size: group n is rows[place[first[n] : first[n + 1]]].
-    Spread gives idle rows a gradient that isn't theirs; their gate is 0, so it comes to nothing.
+    Going back, idle rows get the gradient of token 0; their gate is 0, so it comes to nothing.
     """
 
     @staticmethod
@@ -115,7 +116,8 @@ class Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return Spread.apply(grad, *ctx.saved_tensors), None, None, None
+        gradient = Spread.apply(grad, *ctx.saved_tensors)
+        return gradient, None, None, None
 
 
 def run_experts(
@@ -188,8 +190,12 @@ def dispatch(
 ) -> torch.Tensor:
     """dispatch_in_groups(), with the grouped product on a GPU that has a kernel for it."""
     kind = tokens.device.type
-    capability = torch.cuda.get_device_capability(tokens.device) if kind == "cuda" else (0, 0)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tokens.dtype
+    capability = (0, 0)
+    if kind == "cuda":
+        capability = torch.cuda.get_device_capability(tokens.device)
+    dtype = tokens.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     fits = grouped_product_fits(kind, capability, dtype, experts[0].gate_proj.weight.shape)
     run = run_grouped if fits else run_experts
     return dispatch_in_groups(tokens, weight, chosen, experts, run)
@@ -488,16 +494,18 @@ def count_meetings(model: nn.Module, corpus: data.Corpus) -> tuple[torch.Tensor,
 def information(counts: torch.Tensor) -> float:
     """How much the row tells about the column: counts (V, E) -> 0, nothing, to 1, everything.
 
-    The columns' entropy H is what a guess must overcome; I is by how much knowing the row lowers
-    it (the mutual information). This is I / H.
+    The columns' entropy H is the uncertainty about the column. Knowing the row lowers it by I, the
+    mutual information. This is I / H.
     """
     p = counts / counts.sum()
-    joint = torch.special.entr(p).sum()
-    rows = torch.special.entr(p.sum(1)).sum()
-    columns = torch.special.entr(p.sum(0)).sum()
-    if columns == 0:
+    entropy_part = torch.special.entr  # -p log p, and 0 where p is 0
+    of_pairs = entropy_part(p).sum()
+    of_rows = entropy_part(p.sum(1)).sum()
+    of_columns = entropy_part(p.sum(0)).sum()  # H
+    if of_columns == 0:
         return 0.0  # one column takes all: there is nothing to tell
-    return ((rows + columns - joint) / columns).item()
+    known = of_rows + of_columns - of_pairs  # I
+    return (known / of_columns).item()
 
 
 def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[int, float]]]:
@@ -508,8 +516,10 @@ def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[in
     common = totals * COMMON >= totals.sum()
     parts = torch.where(common, counts.t() / totals, 0.0)  # (E, V)
     best = parts.topk(min(SHOWN, len(totals)))
-    pairs = zip(best.indices.tolist(), best.values.tolist())
-    return [list(zip(tokens, values)) for tokens, values in pairs]
+    found = []
+    for tokens, values in zip(best.indices.tolist(), best.values.tolist()):
+        found.append(list(zip(tokens, values)))
+    return found
 
 
 def look_inside(model: nn.Module, untrained: nn.Module, corpus: data.Corpus) -> dict:
