@@ -502,10 +502,9 @@ SABOTAGES = (
     ),
     silent(
         "dropped-but-written",
-        old="return dispatch(tokens, weight, chosen, self.experts).view_as(x), ",
+        old="y = dispatch(tokens, weight, chosen, self.experts)",
         new="p = logits.softmax(-1).amax(-1, keepdim=True) * ~chosen.any(-1, keepdim=True)\n"
-        "y = dispatch(tokens, weight, chosen, self.experts) + p * tokens\n"
-        "return y.view_as(x), ",
+        "y = dispatch(tokens, weight, chosen, self.experts) + p * tokens",
         predicts="a dropped token gets p · x added to its residual stream, which carries x already",
         explains="The residual stream is the way past a full expert, and it needs no help: x + 0 "
         "is x. With p · x the token arrives as (1 + p) x, or rather as x plus p times its "

@@ -46,7 +46,7 @@ class SparseConfig(modern.ModernConfig):
     n_experts: int = 8
     top_k: int = 2
     router_type: str = "top_k"  # who chooses, one of ROUTERS
-    capacity_factor: float = 1.25  # "switch": an expert's capacity is this times its fair share
+    capacity_factor: float = 1.25  # "switch": capacity = this times the fair share
     balance_weight: float = 0.01  # the weight of the balance loss in what is minimised
     bias_speed: float = 0.003  # "bias": how far an expert's bias moves after each step
 
@@ -59,25 +59,28 @@ SLICE_ROWS = 8
 
 
 class Slices(NamedTuple):
-    """Where the rows of all experts stand: one slice of rows for each expert, one after another."""
+    """Which row belongs to which token and expert: all slices, one after another."""
 
-    sizes: list[int]  # rows of each expert's slice, E numbers
+    sizes: list[int]  # E numbers: the rows of each expert's slice
     token: torch.Tensor  # (R,): the token of each row; an idle row names token 0
-    place: torch.Tensor  # (M,): the row of each pair of a token and its expert, token by token
-    first: torch.Tensor  # (N,): where in place each token's pairs begin
+    place: torch.Tensor  # (M,): the row of each pair, in the tokens' order: 0A 0B 1A 2B 3A 3B
+    first: torch.Tensor  # (N,): the number of each token's first pair in that order
 
 
 def make_slices(chosen: torch.Tensor) -> Slices:
     """chosen (N, E) bool -> the Slices in which each expert finds the tokens that chose it."""
     load = chosen.sum(0)  # (E,): tokens of each expert
-    rows = (load + SLICE_ROWS - 1) // SLICE_ROWS * SLICE_ROWS  # (E,): rounded up
+    eights = (load + SLICE_ROWS - 1) // SLICE_ROWS  # (E,): load / 8, rounded up
+    rows = eights * SLICE_ROWS  # (E,): rows of each slice
     start = rows.cumsum(0) - rows  # (E,): the row where each slice begins
-    rank = chosen.cumsum(0) - 1  # (N, E): the token's place in the expert's queue, from 0
-    place = (start + rank)[chosen]  # (M,)
+    rank = chosen.cumsum(0) - 1  # (N, E): how many tokens stand before this one in the slice
+    row = start + rank  # (N, E): means something only where the expert is chosen
+    place = row[chosen]  # (M,): token by token
     count = chosen.sum(1)  # (N,): experts of each token
     first = count.cumsum(0) - count  # (N,)
     sizes = rows.tolist()
-    token = place.new_zeros(sum(sizes)).scatter(0, place, chosen.nonzero()[:, 0])  # (R,)
+    owner = chosen.nonzero()[:, 0]  # (M,): the token of each pair
+    token = place.new_zeros(sum(sizes)).scatter(0, place, owner)  # (R,): token[place] = owner
     return Slices(sizes, token, place, first)
 
 
@@ -95,14 +98,15 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return Collect.apply(grad.contiguous(), *ctx.saved_tensors), None, None, None
+        gradient = Collect.apply(grad.contiguous(), *ctx.saved_tensors)
+        return gradient, None, None, None  # none for token, place and first
 
 
 class Collect(torch.autograd.Function):
     """rows (R, C) -> (N, C): for each token the sum of its rows. Its gradient is Spread.
 
     embedding_bag sums groups of unequal size: group n is rows[place[first[n] : first[n + 1]]].
-    Spread gives idle rows a gradient that isn't theirs; their gate is 0, so it comes to nothing.
+    Going back, idle rows get the gradient of token 0; their gate is 0, so it comes to nothing.
     """
 
     @staticmethod
@@ -112,7 +116,8 @@ class Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return Spread.apply(grad, *ctx.saved_tensors), None, None, None
+        gradient = Spread.apply(grad, *ctx.saved_tensors)
+        return gradient, None, None, None
 
 
 def run_experts(
@@ -124,20 +129,18 @@ def run_experts(
 
 
 def dispatch_in_groups(
-    tokens: torch.Tensor,
-    weight: torch.Tensor,
-    chosen: torch.Tensor,
+    tokens: torch.Tensor,  # (N, C)
+    weight: torch.Tensor,  # (N, E): the gates
+    chosen: torch.Tensor,  # (N, E) bool
     experts: nn.ModuleList,
-    run: Callable = run_experts,
+    run: Callable = run_experts,  # computes all slices
 ) -> torch.Tensor:
-    """Σ over the chosen e of weight[n, e] · experts[e](tokens[n]): tokens (N, C) -> (N, C).
-
-    weight (N, E), chosen (N, E) bool. `run` computes all slices.
-    """
+    """Token n's output, (N, C): Σ over its chosen e of weight[n, e] · experts[e](tokens[n])."""
     sizes, token, place, first = make_slices(chosen)
-    gates = weight.new_zeros(len(token)).scatter(0, place, weight.masked_select(chosen))  # idle: 0
-    rows = Spread.apply(tokens, token, place, first)
-    y = run(experts, rows, gates[:, None], sizes)
+    gate = weight.masked_select(chosen)  # (M,): the gate of each pair
+    gates = weight.new_zeros(len(token)).scatter(0, place, gate)  # (R,): 0 in idle rows
+    rows = Spread.apply(tokens, token, place, first)  # (R, C)
+    y = run(experts, rows, gates[:, None], sizes)  # (R, C), in bfloat16 under autocast
     return Collect.apply(y.to(tokens.dtype), token, place, first)
 
 
@@ -187,8 +190,12 @@ def dispatch(
 ) -> torch.Tensor:
     """dispatch_in_groups(), with the grouped product on a GPU that has a kernel for it."""
     kind = tokens.device.type
-    capability = torch.cuda.get_device_capability(tokens.device) if kind == "cuda" else (0, 0)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tokens.dtype
+    capability = (0, 0)
+    if kind == "cuda":
+        capability = torch.cuda.get_device_capability(tokens.device)
+    dtype = tokens.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     fits = grouped_product_fits(kind, capability, dtype, experts[0].gate_proj.weight.shape)
     run = run_grouped if fits else run_experts
     return dispatch_in_groups(tokens, weight, chosen, experts, run)
@@ -209,14 +216,16 @@ def top_k_mask(scores: torch.Tensor, k: int) -> torch.Tensor:
 
     Of equal scores the lowest expert numbers win: a stable sort promises that, torch.topk doesn't.
     """
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]  # (N, k): experts
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.scatter(1, best, True)  # true in the columns that best names
 
 
 def expert_capacity(n_tokens: int, n_experts: int, top_k: int, capacity_factor: float) -> int:
     """How many tokens an expert takes: capacity_factor · k · N / E, rounded up, at least one."""
     share = capacity_factor * top_k * n_tokens / n_experts
-    return max(1, math.ceil(round(share, 9)))  # 1.1 · 50 / 5 is 11.000000000000002 in floats
+    # round() first: in floats 1.1 · 50 / 5 is 11.000000000000002, which would become 12.
+    return max(1, math.ceil(round(share, 9)))
 
 
 class GroupedMoE(modern.MoE):
@@ -231,7 +240,7 @@ class GroupedMoE(modern.MoE):
 
     def __init__(self, cfg: modern.ModernConfig):
         super().__init__(cfg)
-        if self.renormalizes and cfg.top_k == 1 < cfg.n_experts:
+        if self.renormalizes and cfg.top_k == 1 and cfg.n_experts > 1:
             raise ValueError(
                 "top_k 1 with renormalised gates makes every gate the constant 1, so the router "
                 "gets no gradient; use a top_k of 2 or more, or SwitchMoE"
@@ -251,7 +260,8 @@ class GroupedMoE(modern.MoE):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.router.weight.float())
         weight, chosen = self.decide(logits)
-        return dispatch(tokens, weight, chosen, self.experts).view_as(x), Routing(logits, chosen)
+        y = dispatch(tokens, weight, chosen, self.experts)
+        return y.view_as(x), Routing(logits, chosen)
 
 
 class SwitchMoE(GroupedMoE):
@@ -326,7 +336,8 @@ class ExpertChoiceMoE(GroupedMoE):
         n_tokens, n_experts = logits.shape
         probabilities = logits.softmax(-1)
         share = expert_capacity(n_tokens, n_experts, self.top_k, capacity_factor=1.0)
-        chosen = top_k_mask(probabilities.t(), share).t()
+        by_expert = top_k_mask(probabilities.t(), share)  # (E, N): each row an expert's choice
+        chosen = by_expert.t()
         return probabilities * chosen, chosen
 
 
@@ -347,7 +358,8 @@ def switch_balance_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """
     n_experts = logits.shape[-1]
     probabilities = logits.softmax(-1)
-    f = top_k_mask(probabilities, top_k).float().mean(0) / top_k  # (E,)
+    chosen = top_k_mask(probabilities, top_k).float()  # (N, E)
+    f = chosen.mean(0) / top_k  # (E,)
     P = probabilities.mean(0)  # (E,)
     return n_experts * (f * P).sum()
 
@@ -482,16 +494,18 @@ def count_meetings(model: nn.Module, corpus: data.Corpus) -> tuple[torch.Tensor,
 def information(counts: torch.Tensor) -> float:
     """How much the row tells about the column: counts (V, E) -> 0, nothing, to 1, everything.
 
-    The columns' entropy H is what a guess must overcome; I is by how much knowing the row lowers
-    it (the mutual information). This is I / H.
+    The columns' entropy H is the uncertainty about the column. Knowing the row lowers it by I, the
+    mutual information. This is I / H.
     """
     p = counts / counts.sum()
-    joint = torch.special.entr(p).sum()
-    rows = torch.special.entr(p.sum(1)).sum()
-    columns = torch.special.entr(p.sum(0)).sum()
-    if columns == 0:
+    entropy_part = torch.special.entr  # -p log p, and 0 where p is 0
+    of_pairs = entropy_part(p).sum()
+    of_rows = entropy_part(p.sum(1)).sum()
+    of_columns = entropy_part(p.sum(0)).sum()  # H
+    if of_columns == 0:
         return 0.0  # one column takes all: there is nothing to tell
-    return ((rows + columns - joint) / columns).item()
+    known = of_rows + of_columns - of_pairs  # I
+    return (known / of_columns).item()
 
 
 def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[int, float]]]:
@@ -502,8 +516,10 @@ def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[in
     common = totals * COMMON >= totals.sum()
     parts = torch.where(common, counts.t() / totals, 0.0)  # (E, V)
     best = parts.topk(min(SHOWN, len(totals)))
-    pairs = zip(best.indices.tolist(), best.values.tolist())
-    return [list(zip(tokens, values)) for tokens, values in pairs]
+    found = []
+    for tokens, values in zip(best.indices.tolist(), best.values.tolist()):
+        found.append(list(zip(tokens, values)))
+    return found
 
 
 def look_inside(model: nn.Module, untrained: nn.Module, corpus: data.Corpus) -> dict:

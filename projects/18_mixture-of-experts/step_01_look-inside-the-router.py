@@ -41,8 +41,9 @@ def top_k_mask(scores: torch.Tensor, k: int) -> torch.Tensor:
 
     Of equal scores the lowest expert numbers win: a stable sort promises that, torch.topk doesn't.
     """
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]  # (N, k): experts
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.scatter(1, best, True)  # true in the columns that best names
 
 
 def route(x: torch.Tensor, router: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,11 +59,12 @@ def router_gradient(k: int, divide: bool) -> float:
     draw = generator(1, "step_01", "gradient")
     router = torch.randn(5, 12, generator=draw).requires_grad_()
     x = torch.randn(64, 12, generator=draw)
-    worth = torch.randn(64, 5, generator=draw)  # how much the loss would fall by each expert
+    losses = torch.randn(64, 5, generator=draw)  # made up: of each token with each expert alone
     probabilities, gates = route(x, router, k)
     if not divide:
         gates = probabilities * (gates > 0)
-    (gates * worth).sum().div(64).backward()
+    loss = (gates * losses).sum(-1).mean()
+    loss.backward()
     return router.grad.norm().item()
 
 
@@ -87,7 +89,7 @@ def main() -> int:
     router = 0.4 * torch.randn(5, 12, generator=draw)
     probabilities, gates = route(x, router, k=2)
     console.say(f"In {draw_picture(probabilities, gates)}")
-    console.say("each token has two numbers. They stand where its column is darkest, and sum to 1.")
+    console.say("each token has two numbers, where its column is darkest. They sum to 1.")
     console.say()
 
     rows = []

@@ -11,8 +11,8 @@ that: one product forward, two backward (Kaplan et al. 2020, section 2.1).
 
     python step_02_count-what-a-token-pays.py
 
-prints a table of E and k, and takes two published models apart. It leaves out what it costs to
-move tokens to their experts: step 03 makes that cheap.
+prints a table of E and k, and counts two published models. It leaves out what it costs to move
+tokens to their experts: step 03 makes that cheap.
 
 Shapes: C = d_model, D = head_dim, E experts, k = top_k, V = vocab_size.
 """
@@ -73,8 +73,10 @@ def model(s: Shape) -> tuple[int, int]:
     """
     stored, active = sparse_layer(s.d_model, s.d_hidden, s.n_experts, s.top_k)
     norms = 2 * s.d_model
-    each_layer = attention(s) + norms
-    rest = s.n_layers * each_layer + s.d_model + 2 * s.vocab_size * s.d_model
+    layers = s.n_layers * (attention(s) + norms)
+    last_norm = s.d_model
+    embedding_and_head = 2 * s.vocab_size * s.d_model
+    rest = layers + last_norm + embedding_and_head  # all of it active
     return s.n_layers * stored + rest, s.n_layers * active + rest
 
 
@@ -121,7 +123,7 @@ def main() -> int:
     headers = ["E", "k", "width", "stored", "active", "FLOPs", "stored x", "active x"]
     console.say(console.Table(headers, rows))
     console.say("\nLook at the last row: it stores eight times the dense layer, and a token pays")
-    console.say("no more than there.")
+    console.say("hardly more than there.")
     console.say()
     rows = []
     for name, (shape, _, _) in PUBLISHED.items():

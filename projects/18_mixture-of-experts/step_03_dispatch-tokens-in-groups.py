@@ -1,18 +1,18 @@
 """Step 03: dispatch tokens in groups.
 
-In chapter 07's layer each expert looks through all tokens for its own. This step sorts instead,
+In chapter 07's layer each expert looks through all tokens for its own. This step sorts them first,
 like letters into pigeonholes. Each expert gets a slice of rows, one row for each token that chose
-it, and runs once, on its slice. Then each token collects its rows and adds them.
+it, and runs once. Then each token's rows are added.
 
-The work is to find each row's number. With four tokens and two experts A and B:
+The work is to find the rows. Say token 0 chose experts A and B, token 1 A, token 2 B, token 3 both:
 
-    token 0 chose A and B, token 1 A, token 2 B, token 3 A and B
+    row       0   1   2   3 to 7     8   9  10   11 to 15
+    expert    A   A   A   A, idle    B   B   B   B, idle
+    token     0   1   3   0          0   2   3   0
 
-    rows of A:  0  1  3  and idle rows up to 8       begins at row 0
-    rows of B:  0  2  3  and idle rows up to 8       begins at row 8
-
-A token's row is where the slice begins, plus how many tokens stand before it in the expert's queue.
-Idle rows are copies of token 0 with gate 0, so nothing comes of them.
+A token's row is where the slice begins, plus how many tokens stand before it: token 3, the third in
+both slices, has rows 0 + 2 and 8 + 2. A slice has a multiple of 8 rows, as a library needs time for
+each new shape. Idle rows are copies of token 0 with gate 0, so nothing comes of them.
 
     python step_03_dispatch-tokens-in-groups.py
 
@@ -36,36 +36,37 @@ from shared.checks import Checks
 from shared.randomness import generator
 
 modern = chapters.load_build(7)
-Spread = chapters.load_step(18, 10).Spread  # copies tokens into rows: tokens[token]
-Collect = chapters.load_step(18, 10).Collect  # sums each token's rows
+Spread = chapters.load_step(18, 10).Spread  # tokens (N, C) -> rows (R, C): tokens[token]
+Collect = chapters.load_step(18, 10).Collect  # rows (R, C) -> (N, C): the sum of each token's rows
 
 # ---------------------------------------------------------------- the idea
 
-# Row counts are rounded up to a multiple of this, so that few different shapes occur: a library
-# prepares the product of each new shape, which can take longer than the product.
-SLICE_ROWS = 8
+SLICE_ROWS = 8  # a slice has a multiple of this
 
 
 class Slices(NamedTuple):
-    """Where the rows of all experts stand: one slice of rows for each expert, one after another."""
+    """Which row belongs to which token and expert: all slices, one after another."""
 
-    sizes: list[int]  # rows of each expert's slice, E numbers
+    sizes: list[int]  # E numbers: the rows of each expert's slice
     token: torch.Tensor  # (R,): the token of each row; an idle row names token 0
-    place: torch.Tensor  # (M,): the row of each pair of a token and its expert, token by token
-    first: torch.Tensor  # (N,): where in place each token's pairs begin
+    place: torch.Tensor  # (M,): the row of each pair, in the tokens' order: 0A 0B 1A 2B 3A 3B
+    first: torch.Tensor  # (N,): the number of each token's first pair in that order
 
 
 def make_slices(chosen: torch.Tensor) -> Slices:
     """chosen (N, E) bool -> the Slices in which each expert finds the tokens that chose it."""
     load = chosen.sum(0)  # (E,): tokens of each expert
-    rows = (load + SLICE_ROWS - 1) // SLICE_ROWS * SLICE_ROWS  # (E,): rounded up
+    eights = (load + SLICE_ROWS - 1) // SLICE_ROWS  # (E,): load / 8, rounded up
+    rows = eights * SLICE_ROWS  # (E,): rows of each slice
     start = rows.cumsum(0) - rows  # (E,): the row where each slice begins
-    rank = chosen.cumsum(0) - 1  # (N, E): the token's place in the expert's queue, from 0
-    place = (start + rank)[chosen]  # (M,)
+    rank = chosen.cumsum(0) - 1  # (N, E): how many tokens stand before this one in the slice
+    row = start + rank  # (N, E): means something only where the expert is chosen
+    place = row[chosen]  # (M,): token by token
     count = chosen.sum(1)  # (N,): experts of each token
     first = count.cumsum(0) - count  # (N,)
     sizes = rows.tolist()
-    token = place.new_zeros(sum(sizes)).scatter(0, place, chosen.nonzero()[:, 0])  # (R,)
+    owner = chosen.nonzero()[:, 0]  # (M,): the token of each pair
+    token = place.new_zeros(sum(sizes)).scatter(0, place, owner)  # (R,): token[place] = owner
     return Slices(sizes, token, place, first)
 
 
@@ -78,20 +79,18 @@ def run_experts(
 
 
 def dispatch_in_groups(
-    tokens: torch.Tensor,
-    weight: torch.Tensor,
-    chosen: torch.Tensor,
+    tokens: torch.Tensor,  # (N, C)
+    weight: torch.Tensor,  # (N, E): the gates
+    chosen: torch.Tensor,  # (N, E) bool
     experts: nn.ModuleList,
-    run: Callable = run_experts,
+    run: Callable = run_experts,  # computes all slices
 ) -> torch.Tensor:
-    """Σ over the chosen e of weight[n, e] · experts[e](tokens[n]): tokens (N, C) -> (N, C).
-
-    weight (N, E), chosen (N, E) bool. `run` computes all slices.
-    """
+    """Token n's output, (N, C): Σ over its chosen e of weight[n, e] · experts[e](tokens[n])."""
     sizes, token, place, first = make_slices(chosen)
-    gates = weight.new_zeros(len(token)).scatter(0, place, weight.masked_select(chosen))  # idle: 0
-    rows = Spread.apply(tokens, token, place, first)
-    y = run(experts, rows, gates[:, None], sizes)
+    gate = weight.masked_select(chosen)  # (M,): the gate of each pair
+    gates = weight.new_zeros(len(token)).scatter(0, place, gate)  # (R,): 0 in idle rows
+    rows = Spread.apply(tokens, token, place, first)  # (R, C)
+    y = run(experts, rows, gates[:, None], sizes)  # (R, C), in bfloat16 under autocast
     return Collect.apply(y.to(tokens.dtype), token, place, first)
 
 
@@ -100,9 +99,9 @@ def dispatch_in_groups(
 
 def by_groups(moe: modern.MoE, x: torch.Tensor) -> torch.Tensor:
     """Chapter 07's layer with this dispatch for its loop: x (N, C) -> (N, C)."""
-    gates, chosen = moe.route(x)  # (N, k) each
-    weight = gates.new_zeros(len(x), len(moe.experts)).scatter(1, chosen, gates)
-    return dispatch_in_groups(x, weight, weight > 0, moe.experts)
+    gates, numbers = moe.route(x)  # (N, k) each: gates and the experts' numbers
+    weight = gates.new_zeros(len(x), len(moe.experts)).scatter(1, numbers, gates)  # (N, E)
+    return dispatch_in_groups(x, weight, chosen=weight > 0, experts=moe.experts)
 
 
 def random_moe(E: int, k: int, C: int, d_hidden: int) -> modern.MoE:
@@ -126,14 +125,14 @@ def main() -> int:
     plan = make_slices(chosen)
     console.say("Four tokens and the experts A and B, as above:")
     console.say()
-    rows = [
+    table = [
         ["sizes", str(plan.sizes), "rows of A's slice, of B's"],
         ["place", str(plan.place.tolist()), "rows of 0A 0B 1A 2B 3A 3B"],
-        ["first", str(plan.first.tolist()), "where tokens 0 to 3 begin in place"],
+        ["first", str(plan.first.tolist()), "pair 0A is 0, 1A 2, 2B 3, 3A 4"],
         ["token", str(plan.token.tolist()[:11]), "in rows 0 to 10; 3 to 7 are idle"],
     ]
-    console.say(console.Table(["name", "value", "meaning"], rows))
-    console.say("\nLook at place: token 3 is third in both queues, so its rows are 2 and 10.")
+    console.say(console.Table(["name", "value", "meaning"], table))
+    console.say("\nLook at place: its last two numbers, 2 and 10, are the rows of token 3.")
 
     checks = Checks()
     checks.equal("the rows, by hand", plan.place.tolist(), [0, 8, 1, 9, 2, 10])

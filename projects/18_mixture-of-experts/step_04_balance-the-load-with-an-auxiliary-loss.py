@@ -1,18 +1,18 @@
 """Step 04: balance the load with an auxiliary loss.
 
 An expert that gets tokens learns, and is chosen more for it. One that gets none stays as it was.
-So a few experts may end up with most tokens. To prevent that, a second loss is added to the first:
+So a few experts may end up with most tokens. To prevent it, a little of this is added to the loss:
 
     balance loss = E · Σ f_e · P_e
 
-f_e is the part of the choices that fall on expert e; P_e is the mean of its probability. A count
-has no gradient, so f only says who is too busy, and the gradient lowers P there. If all experts get
-the same, f = P = 1/E, and the loss is 1. If one expert gets all, it is E.
+Over a batch, f_e is the part of all choices that fall on expert e, and P_e is the mean of its
+probability. A count has no gradient, so f only says who is too busy, and the gradient lowers P
+there. If all experts get the same, f = P = 1/E, and the loss is 1. If k of them get all, it is E/k.
 
 What it can't see: with all logits 0 every P is 1/E, so the loss is a perfect 1. But ties go to the
-lowest numbers, and two experts get everything. So print the loads, too. Nor is 1 its lowest value.
+lowest numbers, and k experts get everything. So print the loads, too.
 
-The layer therefore returns a second thing, its Routing: what the router did, with its logits.
+The loss needs the logits. So the layer returns them beside its output, and who was chosen.
 
     python step_04_balance-the-load-with-an-auxiliary-loss.py
 
@@ -41,6 +41,25 @@ dispatch = chapters.load_step(18, 11).dispatch  # step 03's; on some GPUs in one
 # ---------------------------------------------------------------- the idea
 
 
+def switch_balance_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """E · Σ f_e · P_e over the experts (Fedus et al. 2022, eq. 4) of one layer's logits (N, E).
+
+    f_e is the part of the N · k choices that fall on expert e, P_e its mean probability. At balance
+    the loss is 1 for any k. (Mixtral's doesn't divide f by k, and is k at balance.)
+    """
+    n_experts = logits.shape[-1]
+    probabilities = logits.softmax(-1)
+    chosen = top_k_mask(probabilities, top_k).float()  # (N, E)
+    f = chosen.mean(0) / top_k  # (E,)
+    P = probabilities.mean(0)  # (E,)
+    return n_experts * (f * P).sum()
+
+
+def max_violation(load: torch.Tensor) -> float:
+    """MaxVio (Wang et al. 2024): the largest load (E,) over the mean load, minus 1. 0: balance."""
+    return (load.max() / load.double().mean() - 1).item()
+
+
 class Routing(NamedTuple):
     """What one layer's router did with N tokens."""
 
@@ -51,8 +70,7 @@ class Routing(NamedTuple):
 class GroupedMoE(modern.MoE):
     """Chapter 07's MoE with a dispatch for its loop, and a second output: what the router did.
 
-    Another router overrides decide(). ValueError for k = 1 with gates that sum to 1: the gate would
-    always be 1, and the router would never learn.
+    Another router overrides decide(). ValueError for k = 1 with gates that sum to 1 (step 01).
     """
 
     causal = True  # whether exchanging later tokens for others leaves a token's output as it is
@@ -60,7 +78,7 @@ class GroupedMoE(modern.MoE):
 
     def __init__(self, cfg: modern.ModernConfig):
         super().__init__(cfg)
-        if self.renormalizes and cfg.top_k == 1 < cfg.n_experts:
+        if self.renormalizes and cfg.top_k == 1 and cfg.n_experts > 1:
             raise ValueError(
                 "top_k 1 with renormalised gates makes every gate the constant 1, so the router "
                 "gets no gradient; use a top_k of 2 or more, or SwitchMoE"
@@ -80,26 +98,8 @@ class GroupedMoE(modern.MoE):
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(tokens.float(), self.router.weight.float())
         weight, chosen = self.decide(logits)
-        return dispatch(tokens, weight, chosen, self.experts).view_as(x), Routing(logits, chosen)
-
-
-def switch_balance_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """E · Σ f_e · P_e over the experts (Fedus et al. 2022, eq. 4) of one layer's logits (N, E).
-
-    f_e is the part of the N · k choices that fall on expert e, P_e its mean probability. At balance
-    the loss is 1 for any k. (Mixtral's doesn't divide f by k, and is k at balance.) f counts
-    choices, and a count has no gradient: the gradient flows through P alone.
-    """
-    n_experts = logits.shape[-1]
-    probabilities = logits.softmax(-1)
-    f = top_k_mask(probabilities, top_k).float().mean(0) / top_k  # (E,)
-    P = probabilities.mean(0)  # (E,)
-    return n_experts * (f * P).sum()
-
-
-def max_violation(load: torch.Tensor) -> float:
-    """MaxVio (Wang et al. 2024): the largest load (E,) over the mean load, minus 1. 0: balance."""
-    return (load.max() / load.double().mean() - 1).item()
+        y = dispatch(tokens, weight, chosen, self.experts)
+        return y.view_as(x), Routing(logits, chosen)
 
 
 # ---------------------------------------------------------------- look at it
@@ -113,14 +113,15 @@ def row_of(name: str, logits: torch.Tensor, k: int) -> list[str]:
 
 
 def main() -> int:
-    in_turn = 9 * torch.eye(6).repeat(80, 1)  # token n prefers expert n mod 6
-    next_too = in_turn + in_turn.roll(1, dims=1)  # and likes the expert after it as much
+    # Logits of 480 tokens, (480, 6) each.
+    one_in_turn = 9 * torch.eye(6).repeat(80, 1)  # token 0 wants expert 0, ... token 6 expert 0
+    in_turn = one_in_turn + one_in_turn.roll(1, dims=1)  # and the next expert as much
     favour = torch.tensor([3.0, 2.0, 0.0, 0.0, 0.0, -2.0])
     skewed = favour + torch.randn(480, 6, generator=generator(1, "step_04"))
-    two_take_all = 40.0 * torch.tensor([1.0, 1, 0, 0, 0, 0]).expand(480, 6)
+    two_take_all = torch.tensor([40.0, 40.0, 0.0, 0.0, 0.0, 0.0]).expand(480, 6)
     zero = torch.zeros(480, 6)
     rows = [
-        row_of("two experts in turn", next_too, 2),
+        row_of("two experts in turn", in_turn, 2),
         row_of("skewed", skewed, 2),
         row_of("two take all", two_take_all, 2),
         row_of("all logits zero", zero, 2),
@@ -129,13 +130,13 @@ def main() -> int:
     console.say(console.Table(headers, rows))
     console.say("\nLook at the last row: its balance loss is as good as the first one's, and two")
     console.say("experts have all tokens. (MaxVio: the largest load over the mean load, minus 1.)")
-    # Three tokens can't decide, one is sure of expert 1: f = (3/4, 1/4), P = (3/8, 5/8).
+    # Three tokens tie, so they go to expert 0; the fourth is sure of expert 1.
     below = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 60.0]])
     lowest = switch_balance_loss(below, 1)
-    console.say(f"It can be below 1: f = (3/4, 1/4), P = (3/8, 5/8) is {lowest:.3f}.")
+    console.say(f"1 isn't the least: with f = (3/4, 1/4), P = (3/8, 5/8) it is {lowest:.3f}.")
 
     checks = Checks()
-    checks.close("balanced: 1", switch_balance_loss(next_too, 2), 1, 1e-6)
+    checks.close("balanced: 1", switch_balance_loss(in_turn, 2), 1, 1e-6)
     checks.close("two of six take all: 6 / 2", switch_balance_loss(two_take_all, 2), 3, 1e-5)
     checks.close("all logits zero: 1", switch_balance_loss(zero, 2), 1, 1e-6)
     checks.close("the example below 1: 7/8", lowest, 0.875, 1e-6)

@@ -1,6 +1,6 @@
 """Step 05: switch to one expert.
 
-The Switch Transformer sends each token to one expert, k = 1: half the work of k = 2. The gate is
+The Switch Transformer sends each token to one expert, k = 1: half of k = 2's work. The gate is
 the probability itself, so that the router learns (step 01).
 
 It also gives each expert a limit. Experts often stand on devices of their own, and the memory for a
@@ -51,7 +51,7 @@ class SparseConfig(modern.ModernConfig):
     n_experts: int = 8
     top_k: int = 2
     router_type: str = "top_k"  # who chooses, one of ROUTERS
-    capacity_factor: float = 1.25  # "switch": an expert's capacity is this times its fair share
+    capacity_factor: float = 1.25  # "switch": capacity = this times the fair share
     balance_weight: float = 0.01  # the weight of the balance loss in what is minimised
     bias_speed: float = 0.003  # "bias": how far an expert's bias moves after each step
 
@@ -59,16 +59,16 @@ class SparseConfig(modern.ModernConfig):
 def expert_capacity(n_tokens: int, n_experts: int, top_k: int, capacity_factor: float) -> int:
     """How many tokens an expert takes: capacity_factor · k · N / E, rounded up, at least one."""
     share = capacity_factor * top_k * n_tokens / n_experts
-    return max(1, math.ceil(round(share, 9)))  # 1.1 · 50 / 5 is 11.000000000000002 in floats
+    # round() first: in floats 1.1 · 50 / 5 is 11.000000000000002, which would become 12.
+    return max(1, math.ceil(round(share, 9)))
 
 
 class SwitchMoE(GroupedMoE):
     """One expert a token, and in training a limit for each expert (Fedus et al. 2022, section 2.2).
 
-    A full expert takes no more tokens. A token that finds its expert full is dropped: the layer's
-    output for it is zero, and the residual stream carries it past the layer. Tokens are served in
-    their order, so no later token pushes an earlier one out; but how many are served grows with
-    how many there are. In evaluation nothing is dropped: a token's output depends on it alone.
+    A token that finds its expert full is dropped: the layer's output for it is zero. Tokens are
+    served in their order, so no later token pushes an earlier one out; but how many are served
+    grows with how many there are. In evaluation nothing is dropped.
     """
 
     renormalizes = False
@@ -122,7 +122,7 @@ def draw_picture(x: torch.Tensor) -> Path:
 def main() -> int:
     x = torch.randn(6, 40, 12, generator=generator(1, "step_05"))
     console.say(f"In {draw_picture(x)}")
-    console.say("the dark tokens are dropped. They stand late in the batch: sequence 0 loses none.")
+    console.say("the dark tokens are dropped. They come late in the batch; sequence 0 loses none.")
 
     checks = Checks()
     checks.equal("capacity: 1.1 · 50 / 5 is 11, not 12", expert_capacity(50, 5, 1, 1.1), 11)

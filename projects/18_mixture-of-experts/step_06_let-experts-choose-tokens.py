@@ -9,9 +9,9 @@ too: if one wants the expert more, the earlier token loses its place and its out
 layer isn't causal. In training it sees what it should predict; in generation that isn't there yet.
 
 A gradient can't find this leak: choosing has no gradient. So exchange one token and look which
-outputs change. A causal layer only changes the exchanged token's output and later ones. Beside
-expert choice there is a second leak: a Switch whose full experts keep the tokens that want them
-most, wherever they stand. (For images that is fine.)
+outputs change. A causal layer only changes the exchanged token's output and later ones. The page
+does this with expert choice and with another leak: a Switch whose full experts keep the tokens that
+want them most, wherever they stand.
 
     python step_06_let-experts-choose-tokens.py
 
@@ -56,7 +56,8 @@ class ExpertChoiceMoE(GroupedMoE):
         n_tokens, n_experts = logits.shape
         probabilities = logits.softmax(-1)
         share = expert_capacity(n_tokens, n_experts, self.top_k, capacity_factor=1.0)
-        chosen = top_k_mask(probabilities.t(), share).t()
+        by_expert = top_k_mask(probabilities.t(), share)  # (E, N): each row an expert's choice
+        chosen = by_expert.t()
         return probabilities * chosen, chosen
 
 
@@ -70,8 +71,8 @@ class DropByScore(SwitchMoE):
         probabilities = logits.softmax(-1)
         wanted = probabilities * top_k_mask(probabilities, 1)
         capacity = expert_capacity(n_tokens, n_experts, 1, self.capacity_factor)
-        best = top_k_mask(wanted.t(), capacity).t()
-        chosen = best & (wanted > 0)
+        by_expert = top_k_mask(wanted.t(), capacity)  # (E, N)
+        chosen = by_expert.t() & (wanted > 0)
         return probabilities * chosen, chosen
 
 
@@ -126,16 +127,19 @@ def main() -> int:
     }
     leaks = {name: int(changed.triu(1).sum()) for name, changed in maps.items()}
     console.say(f"In {draw_picture(maps)}")
-    console.say("red is a leak: an output that changes with a later token. How many there are:")
-    console.say(", ".join(f"{name} {count}" for name, count in leaks.items()))
+    console.say("red is a leak: an output that changes with a later token. Grey is none: the")
+    console.say("token itself, or earlier ones that took the places. Red squares by panel:")
+    console.say()
+    console.say(console.Table(["router", "leaks"], [[name, str(n)] for name, n in leaks.items()]))
 
     checks = Checks()
     load = choice(x)[1].chosen.sum(0).tolist()
     checks.equal("expert choice: every expert's load", load, [2 * 24 // 4] * 4)
     causal = [leaks["top-2"], leaks["Switch, training"]]
     checks.equal("leaks of top-2 and of Switch", causal, [0, 0])
-    checks.between("leaks of Switch by score", leaks["Switch by score"], 1, 276)
-    checks.between("leaks of expert choice", leaks["expert choice"], 1, 276)
+    pairs = 24 * 23 // 2  # of an output and a later token
+    checks.between("leaks of Switch by score", leaks["Switch by score"], 1, pairs)
+    checks.between("leaks of expert choice", leaks["expert choice"], 1, pairs)
     return checks.report()
 
 

@@ -97,7 +97,8 @@ def unevenness(loads: list[list[float]]) -> float:
 
 def draw_picture(loads: dict[float, list[list[float]]]) -> Path:
     figure = figures.new_figure(9, 3)
-    for axes, (speed, parts) in zip(figure.subplots(1, len(loads), sharey=True), loads.items()):
+    panels = figure.subplots(1, len(loads), sharey=True)
+    for axes, (speed, parts) in zip(panels, loads.items()):
         figures.bands(axes, range(len(parts)), parts)
         axes.set(title=f"speed {speed:g}", xlabel="batch")
     figure.axes[0].set_ylabel("part of the load")
@@ -109,7 +110,7 @@ def main() -> int:
     rows = [[f"{speed:g}", f"{unevenness(parts):.2f}"] for speed, parts in loads.items()]
     console.say(console.Table(["speed", "MaxVio, last 100 batches"], rows))
     console.say(f"\nIn {draw_picture(loads)}")
-    console.say("a band is an expert. Bands of one height are balance; the last panel swings.")
+    console.say("a band is an expert, and equal bands are balance. The last panel swings.")
 
     checks = Checks()
     gain = unevenness(loads[0.003]) / unevenness(loads[0.0])

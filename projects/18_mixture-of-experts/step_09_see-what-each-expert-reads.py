@@ -49,16 +49,18 @@ COMMON = 200  # only tokens that are at least one in this many: rare ones go any
 def information(counts: torch.Tensor) -> float:
     """How much the row tells about the column: counts (V, E) -> 0, nothing, to 1, everything.
 
-    The columns' entropy H is what a guess must overcome; I is by how much knowing the row lowers
-    it (the mutual information). This is I / H.
+    The columns' entropy H is the uncertainty about the column. Knowing the row lowers it by I, the
+    mutual information. This is I / H.
     """
     p = counts / counts.sum()
-    joint = torch.special.entr(p).sum()
-    rows = torch.special.entr(p.sum(1)).sum()
-    columns = torch.special.entr(p.sum(0)).sum()
-    if columns == 0:
+    entropy_part = torch.special.entr  # -p log p, and 0 where p is 0
+    of_pairs = entropy_part(p).sum()
+    of_rows = entropy_part(p.sum(1)).sum()
+    of_columns = entropy_part(p.sum(0)).sum()  # H
+    if of_columns == 0:
         return 0.0  # one column takes all: there is nothing to tell
-    return ((rows + columns - joint) / columns).item()
+    known = of_rows + of_columns - of_pairs  # I
+    return (known / of_columns).item()
 
 
 def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[int, float]]]:
@@ -69,8 +71,10 @@ def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[in
     common = totals * COMMON >= totals.sum()
     parts = torch.where(common, counts.t() / totals, 0.0)  # (E, V)
     best = parts.topk(min(SHOWN, len(totals)))
-    pairs = zip(best.indices.tolist(), best.values.tolist())
-    return [list(zip(tokens, values)) for tokens, values in pairs]
+    found = []
+    for tokens, values in zip(best.indices.tolist(), best.values.tolist()):
+        found.append(list(zip(tokens, values)))
+    return found
 
 
 # ---------------------------------------------------------------- look at it
@@ -97,6 +101,7 @@ def main() -> int:
     corpus = data.load_corpus("docs", "char", build.SparseConfig().block_size)
     model = make(corpus)
     training.train(model, corpus, training.TrainingSettings(steps=60), seed=1)
+    # How often each character met each expert; build.count_meetings() routes the text and counts.
     counts, _, _ = build.count_meetings(model, corpus)  # (L, V, E)
     before, _, _ = build.count_meetings(make(corpus), corpus)
     totals = torch.bincount(corpus.validation[:-1], minlength=corpus.vocab_size)
@@ -107,10 +112,12 @@ def main() -> int:
     console.say("Top-2 of 8 experts after 60 steps, last layer:")
     console.say()
     console.say(console.Table(["expert", "characters of which it gets the largest parts"], rows))
+    console.say("\nA character goes to two experts, so its parts sum to 200 %. An expert with an")
+    console.say("empty row gets almost nothing: nothing here balances the load.")
     told = information(counts[-1])
     at_start = information(before[-1])
-    console.say(f"\nTold: {told:.2f}, and {at_start:.2f} before training. Some of this is chance,")
-    console.say("and some was learned. It says who reads what, not what an expert computes.")
+    console.say(f"Told: {told:.2f}, and {at_start:.2f} before training. Some of this is chance, and")
+    console.say("some was learned. It says who reads what, not what an expert computes.")
     common = totals.topk(24).indices
     parts = counts[-1, common].T / totals[common]
     names = [repr(corpus.tokenizer.decode([i]))[1:-1] for i in common.tolist()]

@@ -17,7 +17,9 @@ of the two is the other's backward pass.
 
 prints a small example. Step 03 uses both.
 
-Shapes: N tokens, C channels, R rows, M pairs of a token and a row of its own.
+Shapes: N tokens, C channels, R rows, M pairs of a token and a row of its own. token (R,), place (M,)
+and first (N,) are those of step 03: the token of each row, the row of each pair, and the number of
+each token's first pair.
 """
 
 import sys
@@ -49,14 +51,15 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return Collect.apply(grad.contiguous(), *ctx.saved_tensors), None, None, None
+        gradient = Collect.apply(grad.contiguous(), *ctx.saved_tensors)
+        return gradient, None, None, None  # none for token, place and first
 
 
 class Collect(torch.autograd.Function):
     """rows (R, C) -> (N, C): for each token the sum of its rows. Its gradient is Spread.
 
     embedding_bag sums groups of unequal size: group n is rows[place[first[n] : first[n + 1]]].
-    Spread gives idle rows a gradient that isn't theirs; their gate is 0, so it comes to nothing.
+    Going back, idle rows get the gradient of token 0; their gate is 0, so it comes to nothing.
     """
 
     @staticmethod
@@ -66,7 +69,8 @@ class Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return Spread.apply(grad, *ctx.saved_tensors), None, None, None
+        gradient = Spread.apply(grad, *ctx.saved_tensors)
+        return gradient, None, None, None
 
 
 # ---------------------------------------------------------------- look at it

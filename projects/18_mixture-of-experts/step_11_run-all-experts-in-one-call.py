@@ -3,7 +3,7 @@
 Step 03 runs expert after expert. On a CPU that is fine: a slice fits into the cache. A GPU is
 different: eight small products leave most of it idle, one after another. F.grouped_mm computes
 many products of unequal height in one call. Rows and weights are stacked, and a list says where
-each slice ends. Three calls, for gate, up and down, are then the whole layer.
+each slice ends. Three calls, one for each matrix of SwiGLU, are then the whole layer.
 
 Not everywhere: F.grouped_mm has a fast kernel only for bfloat16, on NVIDIA GPUs of compute
 capability 9 and 10 (H100, B200), for sizes that are multiples of 8. Elsewhere it is itself a loop,
@@ -86,8 +86,12 @@ def dispatch(
 ) -> torch.Tensor:
     """dispatch_in_groups(), with the grouped product on a GPU that has a kernel for it."""
     kind = tokens.device.type
-    capability = torch.cuda.get_device_capability(tokens.device) if kind == "cuda" else (0, 0)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tokens.dtype
+    capability = (0, 0)
+    if kind == "cuda":
+        capability = torch.cuda.get_device_capability(tokens.device)
+    dtype = tokens.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     fits = grouped_product_fits(kind, capability, dtype, experts[0].gate_proj.weight.shape)
     run = run_grouped if fits else run_experts
     return dispatch_in_groups(tokens, weight, chosen, experts, run)
@@ -111,7 +115,7 @@ def main() -> int:
         fits = grouped_product_fits(device_type, capability, dtype, shape)
         rows.append([name, "one call" if fits else "loop"])
     console.say(console.Table(["machine", "experts run by"], rows))
-    console.say("\nTwo machines of seven have it; the results differ by rounding only.")
+    console.say("\nOne call only in two rows of seven; the results differ by rounding alone.")
 
     checks = Checks()
     runs = [name for name, how in rows if how == "one call"]
@@ -128,7 +132,8 @@ def main() -> int:
     theirs = torch.autograd.grad(loop.sum(), (x, *parameters))
     gap = max((a - b).abs().max().item() for a, b in zip(ours, theirs))
     checks.close("gradients: the largest difference", gap, 0.0, 1e-3)
-    idle = max(g.abs().max().item() for g in (*ours[4:7], *ours[10:13]))
+    of_idle = (*ours[4:7], *ours[10:13])  # after x, three matrices an expert: experts 1 and 3
+    idle = max(g.abs().max().item() for g in of_idle)
     checks.equal("experts without tokens: gradient", idle, 0.0)
     return checks.report()
 

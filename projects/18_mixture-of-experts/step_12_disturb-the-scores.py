@@ -60,8 +60,8 @@ def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
 
 
 def moved(chosen: torch.Tensor, exact: torch.Tensor) -> float:
-    """The part of the tokens that go to other experts: numbers chosen (N, k), exact (N, E) bool."""
-    ours = torch.zeros_like(exact).scatter(1, chosen, True)
+    """The part of the tokens that go to other experts: chosen (N, k) numbers, exact (N, E) bool."""
+    ours = torch.zeros_like(exact).scatter(1, chosen, True)  # the numbers as (N, E) bool
     return (ours != exact).any(1).double().mean().item()
 
 
@@ -97,7 +97,7 @@ def main() -> int:
     rows = [["bfloat16", f"{moved(coarse, exact):.1%}"]]
     rows += [[f"jitter {jitter:g}", f"{part:.1%}"] for jitter, part in zip(JITTERS, noisy)]
     console.say(console.Table(["scores disturbed by", "tokens sent elsewhere"], rows))
-    console.say("\nLook at the first row: rounding alone misplaces some of every hundred tokens.")
+    console.say("\nLook at the first row: rounding alone misplaces about one token in a hundred.")
     console.say(f"The picture is {draw_picture(noisy, moved(coarse, exact))}.")
 
     checks = Checks()

@@ -44,11 +44,12 @@ def upcycle(dense: modern.ModernGPT, cfg: SparseConfig, seed: int) -> SparseGPT:
     gpt.init_parameters(sparse, seed, cfg.init_std)  # for the routers, which are new
     state = sparse.state_dict()
     for name, value in dense.state_dict().items():
-        if ".mlp." in name:
-            for e in range(cfg.n_experts):
-                state[name.replace(".mlp.", f".mlp.experts.{e}.")] = value
-        else:
+        if ".mlp." not in name:
             state[name] = value
+            continue
+        for e in range(cfg.n_experts):
+            copy = name.replace(".mlp.", f".mlp.experts.{e}.")  # blocks.0.mlp.experts.3.up_proj...
+            state[copy] = value
     sparse.load_state_dict(state)
     return sparse
 

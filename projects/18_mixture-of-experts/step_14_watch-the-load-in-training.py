@@ -5,13 +5,13 @@ happen? Train one small model three times, from the same start and on the same t
 balancing, with the balance loss of step 04, and with the bias of step 07. Every few steps, count
 how many tokens each expert gets.
 
-Training minimises the cross-entropy plus a weight times the balance loss, the mean over the layers.
-Each layer is judged alone: expert 3 of layer 1 and expert 3 of layer 2 have nothing in common, and
-together two lopsided layers could look balanced.
+Training minimises the cross-entropy plus a weight times the balance loss. That is computed for each
+layer alone, and then averaged: expert 3 of layer 1 and expert 3 of layer 2 have nothing in common,
+and together two lopsided layers could look balanced.
 
     python step_14_watch-the-load-in-training.py
 
-draws outputs/step_14.png: a band is an expert, its height the part of the tokens that it gets.
+draws outputs/step_14.png: a band is an expert, its height its part of all choices.
 build.py does the same with larger models and several seeds.
 
 Shapes: E experts, k = top_k; load (E,).
@@ -115,9 +115,9 @@ def main() -> int:
     checks = Checks()
     checks.between("MaxVio without balancing", uneven["no balancing"], 0.8, 3)
     ratio = uneven["balance loss"] / uneven["no balancing"]
-    checks.between("MaxVio with the balance loss, over that", ratio, 0, 0.7)
+    checks.between("MaxVio, balance loss over no balancing", ratio, 0, 0.7)
     ratio = uneven["bias"] / uneven["no balancing"]
-    checks.between("MaxVio with the bias, over that", ratio, 0, 0.7)
+    checks.between("MaxVio, bias over no balancing", ratio, 0, 0.7)
     gap = abs(histories["no balancing"].train_loss - histories["balance loss"].train_loss)
     checks.between("training losses: nats apart", gap, 0, 0.1)
     return checks.report()

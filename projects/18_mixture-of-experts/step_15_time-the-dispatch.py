@@ -38,7 +38,7 @@ ROUNDS = 7
 
 
 def time_of(forward: Callable, layer: nn.Module, x: torch.Tensor) -> float:
-    """Milliseconds of one forward and backward pass."""
+    """Milliseconds of one forward and backward pass, as this process spent them on the CPU."""
     started = time.process_time()
     step_03.forward_and_backward(forward, layer, x)
     return 1e3 * (time.process_time() - started)
@@ -79,12 +79,15 @@ def draw_picture(races: dict[int, dict[str, float]]) -> Path:
 
 def main() -> int:
     races = {n: race(n) for n in SIZES}
-    rows = [[f"{n:,}", *(f"{ms:.1f}" for ms in one.values())] for n, one in races.items()]
+    rows = []
+    for n, times in races.items():
+        rows.append([f"{n:,}", *(f"{ms:.1f}" for ms in times.values())])
     console.say("Milliseconds, forward and backward:")
     console.say()
     console.say(console.Table(["tokens", *races[SIZES[0]]], rows))
     console.say("\nCompare groups with dense. With few tokens the calls cost most, and eight")
-    console.say("experts make eight times as many; with many, equal products cost most.")
+    console.say("experts make eight times as many. With many tokens the products cost most,")
+    console.say("and all three multiply about as much.")
     console.say(f"The picture is {draw_picture(races)}.")
 
     checks = Checks()

@@ -68,11 +68,16 @@ def make(router_type: str, top_k: int) -> SparseGPT:
 
 @torch.no_grad()
 def dependence(model: nn.Module, texts: torch.Tensor) -> list[float]:
-    """How far the last text's first 8 outputs move: if read alone, and if the text is cut there."""
-    together = model(texts)[0][-1, :8]
-    alone = model(texts[-1:])[0][0, :8]
-    cut = model(texts[-1:, :8])[0][0]
-    return [(together - alone).abs().max().item(), (alone - cut).abs().max().item()]
+    """How far the last text's first 8 outputs move: if it is read alone, and then if it is cut."""
+    logits, _ = model(texts)
+    together = logits[-1, :8]
+    logits, _ = model(texts[-1:])
+    alone = logits[0, :8]
+    logits, _ = model(texts[-1:, :8])
+    cut = logits[0]
+    by_company = (together - alone).abs().max().item()
+    by_later = (alone - cut).abs().max().item()
+    return [by_company, by_later]
 
 
 def main() -> int:
