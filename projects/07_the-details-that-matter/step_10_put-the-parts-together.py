@@ -134,8 +134,8 @@ def main() -> int:
             loss = f"{first_loss(model):.3f}"
             rows[norm_type, mlp_type] = [norm_type, mlp_type, size, loss]
     console.say(console.Table(["norm", "MLP", "parameters", "first loss"], list(rows.values())))
-    console.say("\nLook at the parameters: with one norm, the three dense MLPs agree within 1 %, so")
-    console.say("they compare fairly; four experts make the model nearly three times as large.")
+    console.say("\nLook at the parameters: at each norm the dense MLPs agree within 1 %, so they")
+    console.say("compare fairly; four experts make the model nearly three times as large.")
     model = ModernGPT(ModernConfig(position_type="rope", mlp_type="moe"), vocab_size=48)
     gpt.init_parameters(model, seed=1)
     checks.equal("LayerNorm, GELU: size", rows["layernorm", "gelu"][2], "105,216")
