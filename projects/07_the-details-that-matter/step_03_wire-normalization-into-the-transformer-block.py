@@ -6,7 +6,7 @@ and adds its own output to it. Chapter 05's block has two such layers; both read
     x = x + self.attn(self.norm1(x))
     x = x + self.mlp(self.norm2(x))
 
-The stream itself, the x before the +, is never normalised. It may grow, as every layer adds
+The stream itself, the x before the +, is never normalized. It may grow, as every layer adds
 something. The norm hides this growth from the layer that reads. One more norm stands before the
 head. This order is called pre-norm; step 13 moves the norm behind the + and compares.
 

@@ -1,20 +1,20 @@
-"""Step 08: tell attention where a token stands by turning its query and its key.
+"""Step 08: how can attention know how far apart two tokens are?
 
 A score is the dot product of a query and a key, which does not know where the two tokens stand.
 Chapter 05 added a learned vector for the position to each token's embedding. Rotary position
-embedding (RoPE; Su et al. 2021) adds nothing. It takes the channels of a query two by two and reads
-each pair (x0, x1) as the tip of a clock hand. It turns the hand by its speed times the position,
-and turns keys in the same way. Each pair has a speed of its own: the fastest comes round again
-after about six tokens and hardly tells position 1 from 7; a slow one can.
+embedding (RoPE; Su et al. 2021) adds nothing; it turns. It takes the channels of a query two by two
+and reads each pair (x0, x1) as the tip of a clock hand. The hand turns by its speed times the
+position. Keys turn in the same way. Each pair has a speed of its own: the fastest comes round again
+after about six tokens, so it hardly tells position 7 from 1. A slow one does.
 
-In a score, each pair counts by the angle between the query's hand and the key's. Move both tokens
-five positions on: both hands turn by the same extra angle, the angle between them stays, and the
-score stays too. So a position enters the score only as the distance between the tokens.
+A score is a sum over the pairs. Each adds the lengths of its two hands times the cosine of the
+angle between them. Move both tokens five positions on: both hands turn by the same extra angle, so
+the angle between them stays. So a position enters a score only as the distance between the tokens.
 
     python step_08_replace-learned-positional-embeddings-with-rope.py
 
 draws outputs/step_08.png. Step 12 asks whether a model learns better with it.
-Shapes: B batch, H heads, T positions, D = head_dim, so D/2 pairs. rope_base: step 10's config.
+Shapes: B batch, H heads, T positions, D = head_dim, so D/2 pairs.
 """
 
 import sys
@@ -38,8 +38,7 @@ def build_rope_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The table: cosine and sine of the angle of pair i at position t, each (T, D/2), float32.
 
-    Pair i turns by base^(-2i/D) radians a position (Su et al. 2021, eq. 15). ValueError if
-    head_dim is odd.
+    Pair i turns by base^(-2i/D) radians a position (Su et al. 2021, eq. 15); D must be even.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
@@ -52,7 +51,7 @@ def build_rope_cache(
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """A quarter turn of every pair: (x0, x1) becomes (-x1, x0). The name is the customary one."""
+    """A quarter turn of every pair: (x0, x1) becomes (-x1, x0). Its name is the usual one."""
     x0 = x[..., 0::2]
     x1 = x[..., 1::2]
     return torch.stack((-x1, x0), dim=-1).flatten(-2)
@@ -74,7 +73,7 @@ class RotaryAttention(gpt.CausalSelfAttention):
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
-        # Plain attributes, not buffers: model.bfloat16() would round a buffer.
+        # rope_base: in step 10's config. No buffers here: model.bfloat16() would round a buffer.
         self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +105,8 @@ def scores_by_distance(key_position: int, n: int = 64, head_dim: int = 32) -> to
     key = torch.randn(head_dim, generator=draw)
     query = key + 0.5 * torch.randn(head_dim, generator=draw)  # a query that looks for this key
     cos, sin = build_rope_cache(key_position + n, head_dim)
-    cos, sin = cos[key_position:], sin[key_position:]  # now row 0 belongs to key_position
+    cos = cos[key_position:]  # now row 0 belongs to key_position
+    sin = sin[key_position:]
     turned_key = apply_rope(key[None], cos, sin)[0]
     return apply_rope(query.expand(n, head_dim), cos, sin) @ turned_key
 
@@ -129,14 +129,14 @@ def draw_picture() -> Path:
 
 
 def main() -> int:
-    cos, sin = build_rope_cache(seq_len=4, head_dim=4)
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    turned = apply_rope(x.expand(4, 4), cos, sin)
     console.say(f"picture: {draw_picture()}")
-    console.say("The first three panels: a hand at positions 0 to 15; it turns fast in pair 0 and")
-    console.say("hardly at all in pair 8. Right: the two curves lie on each other.")
+    console.say("Left: a hand at positions 0 to 15; it turns fast in pair 0, hardly in pair 8.")
+    console.say("Right: the curves lie on each other: 5,000 tokens on, the score is the same. Its")
+    console.say("waves are pair 2, which is the longest here and comes round every 20 tokens.")
 
     checks = Checks()
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    turned = apply_rope(x.expand(4, 4), *build_rope_cache(seq_len=4, head_dim=4))
     by_formula = torch.tensor([-1.2722325, -1.8388650, 2.8786681, 4.0881866])
     checks.close("[1, 2, 3, 4] at position 3", turned[3], by_formula, 1e-6)
     checks.close("turning keeps the length", turned.norm(dim=-1), x.norm().expand(4), 1e-6)

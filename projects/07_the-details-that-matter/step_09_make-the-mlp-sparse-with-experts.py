@@ -3,8 +3,8 @@
 In a dense model every token meets every weight. Here the MLP becomes several smaller models side by
 side, the experts, each one a SwiGLU of step 07. A router looks at the token and picks the k experts
 that suit it best; the others do nothing for this token. So a token costs the work of k experts,
-however many there are. With k = 2 and experts as wide as the dense MLP was, that is twice the work
-of the dense MLP; with 8 experts, the layer holds four times the weights that a token uses.
+however many there are. Here k = 2, and each of the 4 experts is as wide as the dense MLP was. So a
+token costs twice the work of the dense MLP; the layer holds four times the weights of that MLP.
 
 The router is one matrix. It gives each expert a score, and a softmax makes the scores into shares.
 The k largest shares are kept and divided by their sum. These are the gates; they weigh the outputs.
@@ -13,7 +13,6 @@ So the router learns too: an expert that helps gets a larger share next time.
     python step_09_make-the-mlp-sparse-with-experts.py
 
 draws outputs/step_09.png. Chapter 18 has all that goes wrong, and how to make it fast.
-
 Shapes: N tokens, C = d_model, E = n_experts, k = top_k.
 """
 
@@ -101,7 +100,8 @@ def draw_picture(model: ExpertsGPT, corpus: data.Corpus, text: str) -> Path:
     x = model.embed(idx)
     x = x + block.attn(block.norm1(x))
     gates, chosen = block.mlp.route(block.norm2(x)[0])
-    shares = torch.zeros(len(text), model.cfg.n_experts).scatter(1, chosen, gates)
+    shares = torch.zeros(len(text), model.cfg.n_experts)
+    shares.scatter_(1, chosen, gates)  # each gate into the column of its expert
     figure = figures.new_figure(8, 2.4)
     axes = figure.subplots()
     axes.imshow(shares.T.tolist(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
@@ -128,9 +128,9 @@ def main() -> int:
     gpt.init_parameters(model, seed=1)
     training.train(model, corpus, training.TrainingSettings(steps=100, batch_size=16), seed=1)
     console.say(f"picture: {draw_picture(model, corpus, 'Returns a tensor (float): x * 2')}")
-    console.say()
     console.say("Read a column: the two experts of one character. Experts 0 and 1 share the")
-    console.say("letters, expert 3 has taken the closing bracket and the digit. Nobody told them.")
+    console.say("letters; the closing bracket goes mostly to 3, the digit to 2 and 3. Nobody told")
+    console.say("them. But expert 0 has most of the work, which chapter 18 mends.")
 
     checks = Checks()
     moe = model.blocks[0].mlp

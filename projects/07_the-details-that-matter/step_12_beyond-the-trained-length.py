@@ -51,7 +51,7 @@ def losses_by_length(position_type: str, corpus: data.Corpus, seed: int) -> list
     losses = [history.validation_loss]
     if position_type == "learned":
         return losses  # its table ends here
-    for length in LENGTHS[1:]:
+    for length in LENGTHS[1:]:  # no other weight depends on the length
         longer = build(position_type, length, corpus)
         longer.load_state_dict(model.state_dict())
         losses.append(training.evaluate(longer, corpus.validation, SETTINGS))
@@ -87,7 +87,9 @@ def main() -> int:
         by_length = torch.tensor(runs[position_type])  # (seeds, lengths)
         means[position_type] = by_length.mean(0).tolist()
         cells = [f"{loss:.3f}" for loss in means[position_type]]
-        rows.append([position_type, *cells, *["can't"] * (len(LENGTHS) - len(cells))])
+        while len(cells) < len(LENGTHS):
+            cells.append("can't")
+        rows.append([position_type, *cells])
     console.say("Mean validation loss over 3 seeds, by the length of the window:")
     console.say()
     console.say(console.Table(["positions", *map(str, LENGTHS)], rows))
@@ -96,15 +98,21 @@ def main() -> int:
     console.say()
 
     rope = runs["rope"]
-    gain = verdict.interval([a[0] - b[0] for a, b in zip(rope, runs["learned"])])
+    learned = runs["learned"]
+    none = runs["none"]
+    gain = verdict.interval([rope[i][0] - learned[i][0] for i in range(len(SEEDS))])
+    nothing = verdict.interval([none[i][0] - learned[i][0] for i in range(len(SEEDS))])
     at_64 = verdict.interval([losses[1] - losses[0] for losses in rope])
     at_128 = verdict.interval([losses[2] - losses[0] for losses in rope])
     rows = [
         ["RoPE minus learned, at 32", str(gain), gain.verdict],
+        ["none minus learned, at 32", str(nothing), nothing.verdict],
         ["RoPE at 64 minus at 32", str(at_64), at_64.verdict],
         ["RoPE at 128 minus at 32", str(at_128), at_128.verdict],
     ]
     console.say(console.Table(["difference", "nats", "verdict"], rows))
+    console.say("\nLook at the second row: so early in training, learned positions are not yet")
+    console.say("seen to be better than none.")
 
     checks = Checks()
     checks.equal("RoPE against learned", gain.verdict, "lower")

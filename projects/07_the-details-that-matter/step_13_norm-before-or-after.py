@@ -3,18 +3,21 @@
     pre-norm    x = x + attn(norm(x))      chapter 05's, GPT-2's and today's order
     post-norm   x = norm(x + attn(x))      the first transformer's (Vaswani et al. 2017)
 
-In pre-norm the stream runs from the first layer to the last through + alone. So it grows with
-depth, and the norm before the head divides it by its size. A late layer adds to a stream that is
-already large, so it counts for less. The more layers there are, the smaller is the last one's
-gradient: it falls as 1/√L. In post-norm every sum goes through a norm, so the stream doesn't grow,
-and the last layer's gradient doesn't depend on the depth (Xiong et al. 2020, theorem 1). It is
-large from the first step on, so post-norm models are trained with a warm-up: small steps first.
+In pre-norm the stream runs from the first layer to the last through + alone. Each of L layers adds
+to it, and L random terms of one size add up to √L times that size. The norm before the head
+divides by the size of the sum. So the last layer counts for 1/√L, and its gradient falls as 1/√L:
+with four times the layers it is half as large.
 
-This is so from plain initial weights, of std 1/√(inputs). GPT-2's start also divides the weights
-that write into the stream by √(2L). A gradient that flows back through such weights shrinks with
-them, in both orders. So from GPT-2's start the last gradient falls as 1/√L in post-norm too. There
-pre-norm's is some 30 times larger: its stream is small, of size 0.03, and a norm that divides by a
-small number multiplies the gradient.
+In post-norm every sum goes through a norm, so the stream doesn't grow, and the last layer's
+gradient doesn't depend on the depth (Xiong et al. 2020, theorem 1). It is large from the first step
+on, so post-norm models are trained with a warm-up: small steps first.
+
+This is so from a plain start: weights of std 1/√(inputs). GPT-2's start makes the weights that
+write into the stream √(2L) times smaller. A layer's gradient comes back through these weights, so
+it becomes smaller with them. Now it falls as 1/√L in post-norm too. In pre-norm it falls no faster
+than before, since from this start the stream has about one size at any depth. That size is small,
+0.03, and a norm that divides by a small number multiplies the gradient: it is some 30 times that of
+post-norm.
 
     python step_13_norm-before-or-after.py
 
@@ -44,7 +47,7 @@ DEPTHS = (2, 6, 12, 24)
 
 
 class PreNormBlock(step_03.NormBlock):
-    """Chapter 05's order, written out here to compare: normalise what a layer reads."""
+    """Chapter 05's order, written out here to compare: normalize what a layer reads."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -54,7 +57,7 @@ class PreNormBlock(step_03.NormBlock):
 
 
 class PostNormBlock(step_03.NormBlock):
-    """The other order: add, then normalise the sum."""
+    """The other order: add, then normalize the sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -75,11 +78,13 @@ def gradients_by_layer(model_class: type, n_layers: int, start: str) -> list[flo
     """The length of dL/d(mlp.fc.weight) in each layer, untrained, on one batch of text."""
     corpus = data.load_corpus("docs", "char", 32)
     model = model_class(step_03.NormConfig(n_layers=n_layers), corpus.vocab_size)
-    gpt.init_parameters(model, seed=1, std="fan_in" if start == "plain" else 0.02)
-    if start == "plain":  # take back chapter 05's division by √(2L)
-        for block in model.blocks:
+    if start == "plain":
+        gpt.init_parameters(model, seed=1, std="fan_in")
+        for block in model.blocks:  # take back chapter 05's division by √(2L)
             block.attn.proj.weight.data *= math.sqrt(2 * n_layers)
             block.mlp.proj.weight.data *= math.sqrt(2 * n_layers)
+    else:
+        gpt.init_parameters(model, seed=1, std=0.02)
     idx, targets = data.sample_batch(corpus.train, 32, 8, generator(1, "batches"))
     _, loss = model(idx, targets)
     loss.backward()
@@ -91,33 +96,47 @@ def power_of_depth(last: list[float]) -> float:
     return math.log(last[-1] / last[0]) / math.log(DEPTHS[-1] / DEPTHS[0])
 
 
-def main() -> int:
+def draw_picture(each: dict[str, list[float]], last: dict[tuple[str, str], list[float]]) -> Path:
+    """Left: each layer's gradient in the deepest model. Others: the last layer's, by depth."""
     figure = figures.new_figure(9, 3.4)
-    panels = figure.subplots(1, 3)
-    orders = {"pre-norm": step_03.NormGPT, "post-norm": PostNormGPT}
+    left, plain, gpt_2 = figure.subplots(1, 3)
+    for order, colour in zip(each, figures.COLOURS):
+        left.plot(range(1, DEPTHS[-1] + 1), each[order], color=colour, label=order)
+        plain.loglog(DEPTHS, last[order, "plain"], "o-", color=colour)
+        gpt_2.loglog(DEPTHS, last[order, "GPT-2's"], "o-", color=colour)
+    left.set(title="each of 24 layers, plain start", xlabel="layer", ylabel="gradient")
+    left.set_ylim(0, 0.18)
+    left.legend(frameon=False, loc="upper left")
+    for axes, start in ((plain, "plain"), (gpt_2, "GPT-2's")):
+        axes.set(title=f"last layer, {start} start", xlabel="layers in the model", ylim=(1e-3, 0.5))
+        axes.set_xticks(DEPTHS, DEPTHS)
+        axes.minorticks_off()
+    return figures.save(figure, __file__)
+
+
+def main() -> int:
+    each = {}
+    last = {}
     powers = {}
-    for (order, model_class), colour in zip(orders.items(), figures.COLOURS):
-        for axes, start in zip(panels[1:], ("plain", "GPT-2's")):
+    for order, model_class in (("pre-norm", step_03.NormGPT), ("post-norm", PostNormGPT)):
+        for start in ("plain", "GPT-2's"):
             runs = [gradients_by_layer(model_class, n_layers, start) for n_layers in DEPTHS]
-            last = [gradients[-1] for gradients in runs]
-            powers[order, start] = power_of_depth(last)
-            axes.loglog(DEPTHS, last, "o-", color=colour, label=order)
-            axes.set(title=f"last layer, {start} start", xlabel="layers in the model")
-            axes.set_xticks(DEPTHS, DEPTHS)
-            axes.minorticks_off()
-            axes.set_ylim(1e-3, 0.5)
+            last[order, start] = [gradients[-1] for gradients in runs]
+            powers[order, start] = power_of_depth(last[order, start])
             if start == "plain":
-                panels[0].plot(range(1, DEPTHS[-1] + 1), runs[-1], color=colour)
-    panels[0].set(title="each of 24 layers, plain start", xlabel="layer", ylabel="gradient")
-    panels[1].legend(frameon=False)
-    console.say(f"picture: {figures.save(figure, __file__)}")
+                each[order] = runs[-1]
+    console.say(f"picture: {draw_picture(each, last)}")
     console.say()
-    console.say("p, where the last layer's gradient goes as L to the power p:")
+    console.say("p, where the last layer's gradient goes as L to the power p (-0.5: it falls as")
+    console.say("1/√L; 0: it doesn't depend on L):")
     console.say()
     rows = [[order, start, f"{power:+.2f}"] for (order, start), power in powers.items()]
     console.say(console.Table(["order", "start", "p"], rows))
     console.say()
-    console.say("Look at post-norm: p is near 0 from a plain start, and near -1/2 from GPT-2's.")
+    console.say("Look at post-norm: p is near 0 from a plain start, and near -0.5 from GPT-2's.")
+    console.say("Pre-norm's is near -0.5 from both. Left panel: some say that post-norm starves")
+    console.say("the first layers, with gradients near 0. Here the first layers' gradients are")
+    console.say("like those of the others, within a factor of about 2.")
 
     checks = Checks()
     checks.close("plain pre-norm: p = -1/2", powers["pre-norm", "plain"], -0.5, 0.2)
