@@ -17,9 +17,9 @@ of the two is the other's backward pass.
 
 prints a small example. Step 03 uses both.
 
-Shapes: N tokens, C channels, R rows, M pairs of a token and a row of its own. token (R,), place (M,)
-and first (N,) are those of step 03: the token of each row, the row of each pair, and the number of
-each token's first pair.
+Shapes: N tokens, C channels, R rows, M pairs of a token and a row of its own. Step 03's numbers say
+which belong together: token (R,) is the token of each row, place (M,) the row of each pair, first
+(N,) the number of each token's first pair.
 """
 
 import sys
