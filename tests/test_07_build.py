@@ -76,6 +76,13 @@ def test_variants_share_the_start_of_every_parameter_that_they_share(modern):
             assert torch.equal(model[name], reference[name]), name
 
 
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_every_norm_has_the_eps_of_the_config(modern, norm):
+    model = modern.ModernGPT(modern.ModernConfig(norm_type=norm, norm_eps=0.5), 48)
+    eps = [module.eps for module in model.modules() if hasattr(module, "eps")]
+    assert eps == [0.5] * 5  # two in each of two blocks, and the last
+
+
 def test_an_unknown_part_is_refused_with_the_valid_ones(modern):
     for name, valid in (("norm_type", "layernorm, rmsnorm, none"), ("mlp_type", "gelu, relu2, swiglu, moe")):
         with pytest.raises(ValueError, match=f"unknown {name} 'x'; valid: {valid}"):

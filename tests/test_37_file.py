@@ -63,8 +63,9 @@ class SmallFile:
             "attention.head_count": N_HEADS,
             "attention.head_count_kv": N_KV,
             "rope.freq_base": 5000.0,
-            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.layer_norm_rms_epsilon": 3e-4,  # our own default is another
         }
+        self.alignment = None  # a number of bytes; without it, GGUF's default of 32
         self.tokenizer = {"model": "gpt2", "pre": "smollm", "merges": MERGES, "eos_token_id": 1}
         draws = np.random.default_rng(1)
         self.tensors = {
@@ -73,6 +74,8 @@ class SmallFile:
 
     def write(self, path):
         writer = gguf.GGUFWriter(path, self.architecture)
+        if self.alignment:
+            writer.add_custom_alignment(self.alignment)
         for name, value in self.fields.items():
             key = f"llama.{name}"
             {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
@@ -111,13 +114,22 @@ def test_a_small_file_arrives_whole(small, tmp_path):
     _, tokenizer, model = load(small.write(tmp_path / "small.gguf"))
     cfg = model.cfg
     assert (cfg.block_size, cfg.n_layers, cfg.d_model, cfg.d_hidden) == (CONTEXT, LAYERS, D_MODEL, HIDDEN)
-    assert (cfg.n_heads, cfg.n_kv_heads, cfg.rope_base, cfg.norm_eps) == (N_HEADS, N_KV, 5000.0, pytest.approx(1e-5))
+    assert (cfg.n_heads, cfg.n_kv_heads, cfg.rope_base, cfg.norm_eps) == (N_HEADS, N_KV, 5000.0, pytest.approx(3e-4))
     assert model.lm_head.weight is model.token_embedding.weight
     assert chapters.load_build(5).count_parameters(model) == sum(t.size for t in small.tensors.values())
     stacked = [small.tensors[f"blk.1.attn_{letter}.weight"] for letter in "qkv"]
     assert torch.equal(model.blocks[1].attn.qkv.weight, torch.from_numpy(np.concatenate(stacked)))
     assert torch.equal(model.blocks[0].mlp.up_proj.weight, torch.from_numpy(small.tensors["blk.0.ffn_up.weight"]))
     assert tokenizer.encode("abcde") == [small.tokens.index("abc"), small.tokens.index("de")]
+
+
+def test_a_file_may_align_its_numbers_in_its_own_way(small, tmp_path):
+    small.alignment = 4096
+    _, _, model = load(small.write(tmp_path / "wide.gguf"))
+    embedding = torch.from_numpy(small.tensors["token_embd.weight"])
+    last = torch.from_numpy(small.tensors["blk.1.ffn_down.weight"])
+    assert torch.equal(model.token_embedding.weight, embedding)
+    assert torch.equal(model.blocks[1].mlp.down_proj.weight, last)
 
 
 def test_a_head_of_its_own_is_not_tied(small, tmp_path):

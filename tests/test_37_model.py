@@ -176,6 +176,23 @@ def test_draws_follow_their_generator_and_the_end_ends(real, small_model):
     assert cut == first[: first.index(first[4]) + 1]
 
 
+def test_a_draw_is_from_the_softmax_of_logits_over_temperature(real, small_model):
+    with torch.no_grad():
+        logits = small_model(torch.tensor([[1, 2]]))[0][0, -1]
+    temperature = logits.std().item() / 3  # far from 1: divided by it, few tokens are likely
+
+    def drawn(seed):
+        with real.remembering(small_model, 12):
+            draws = torch.Generator().manual_seed(seed)
+            return next(real.stream(small_model, [1, 2], 1, temperature=temperature, draws=draws))
+
+    def expected(seed):
+        draws = torch.Generator().manual_seed(seed)
+        return torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws).item()
+
+    assert [drawn(seed) for seed in range(30)] == [expected(seed) for seed in range(30)]
+
+
 # ---------------------------------------------------------------- the measure
 
 
@@ -302,7 +319,12 @@ def test_expected_belongs_to_this_text_and_these_weights(real, loaded):
     assert re.match(
         f"As expected: .* {band} ", real.compare({**expected, "loss": expected["loss"] + 0.001}, FOLDER / "expected")
     )
-    assert "OUTSIDE" in real.compare({**expected, "loss": expected["loss"] + 0.003}, FOLDER / "expected")
+    for gap in (0.003, -0.003):
+        off = {**expected, "loss": expected["loss"] + gap}
+        assert "OUTSIDE" in real.compare(off, FOLDER / "expected")
+    for key in ("weights_sha256", "text_sha256"):
+        said = real.compare({**expected, key: "another"}, FOLDER / "expected")
+        assert said == "Not compared with expected/: other weights or another text."
 
 
 def test_an_unwritable_output_folder_is_refused_before_anything_is_said(real, use_loaded, tmp_path, capsys):

@@ -174,6 +174,29 @@ def test_a_wrong_set_is_refused(text, says):
         changed(text)
 
 
+def test_a_plan_is_the_preset_the_variants_and_the_flags(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("abcd" * 400, encoding="utf-8")
+    training = TrainingSettings(
+        steps=50, observe_every=40, precision="bfloat16", compile="inductor"
+    )
+    preset = cli.Preset(Config(), training, "docs", "char", seeds=3)
+    variants = [cli.Variant("a", {}, {}), cli.Variant("b", {}, {"kind": "b"})]
+    flags = ["--data", str(text), "--seed", "4", "--set=hidden=12", "--set=clip=0.5"]
+
+    def plan(*more):
+        options = cli.parse("", [*flags, "--device", "cpu", *more], tmp_path / "out")
+        return cli.make_plan("", preset, variants, options)
+
+    whole = plan()
+    # Every variant gets the field of --set.
+    assert whole.configs == {"a": Config(hidden=12), "b": Config(hidden=12, kind="b")}
+    assert whole.seeds == [4, 5, 6] and plan("--seeds", "1").seeds == [4]
+    # A CPU computes in float32 and compiles nothing; a short run is looked into at its end.
+    assert whole.training == TrainingSettings(steps=50, observe_every=40, clip=0.5)
+    assert plan("--steps", "7").training == TrainingSettings(steps=7, observe_every=7, clip=0.5)
+
+
 def test_old_gpus_get_float16_and_not_an_emulation(monkeypatch):
     for native, precision in ((True, "bfloat16"), (False, "float16")):
         monkeypatch.setattr(

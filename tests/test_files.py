@@ -23,6 +23,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_everybody_may_read_what_was_written(tmp_path):
+    files.write_text(tmp_path / "results.json", "{}")
+    assert (tmp_path / "results.json").stat().st_mode & 0o444 == 0o444
+
+
 def test_json_is_strict_and_keeps_every_digit(tmp_path):
     path = tmp_path / "r.json"
     files.write_json(path, {"loss": 0.1 + 0.2, "name": "é"})

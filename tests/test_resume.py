@@ -1,5 +1,6 @@
 """Runs are files: what is kept, what is trained again, and what becomes of damaged ones."""
 
+import json
 import math
 import signal
 import subprocess
@@ -146,6 +147,11 @@ def test_a_damaged_or_foreign_run_is_named_and_fresh_trains_it(build, tmp_path):
     changed = whole.replace(b'"parameters": ', b'"parameters": 1')
     damages = [whole[:-40], b"", b"\0" * 99, b"[]", b"{}", b"null", b"\xff", changed]
     damages.append(other.read_bytes())  # whole, but another run
+    short = json.loads(whole)
+    short["history"]["losses"].pop()
+    del short["sha256"]
+    short["sha256"] = runs.sha256_of(short)
+    damages.append(json.dumps(short).encode("utf-8"))  # its checksum is right, a loss is missing
     for damage in damages:
         one.write_bytes(damage)
         with pytest.raises(UserError) as error:

@@ -1,14 +1,16 @@
 """Runs in worker processes, and as files: against whatever kills or damages them."""
 
+import copy
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
 
-from shared import chapters, cli, data, runs
+from shared import chapters, cli, data, randomness, runs, training
 from shared.training import History, TrainingSettings
 
 pytestmark = pytest.mark.slow
@@ -152,9 +154,10 @@ def test_leaving_the_loop_stops_the_workers(plan_of, monkeypatch):
     assert len(started) == 2 and not any(process.is_alive() for process, _ in started)
 
 
-def test_an_experiment_carries_arguments_to_its_workers(plan_of):
+def test_an_experiment_carries_arguments_to_its_workers(plan_of, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a worker takes one thread all the same
     (result,) = run(plan_of(["a"], seeds=[1]), bigrams("something else"))
-    assert result.found["said"] == "something else"
+    assert result.found["said"] == "something else" and result.found["threads"] == 1
 
 
 def test_a_stored_run_is_read_back_to_the_last_digit(plan_of):
@@ -164,6 +167,63 @@ def test_a_stored_run_is_read_back_to_the_last_digit(plan_of):
     assert losses(read) == losses(trained) and all(result.stored for result in read)
     assert list(runs.train_missing(plan, bigrams(), have=read)) == []
     assert runs.stored(plan, bigrams("another")) == []  # its arguments are settings too
+
+
+def test_runs_are_wanted_seed_by_seed_so_that_pairs_are_whole(plan_of):
+    wanted = runs.Store(plan_of(["a", "b"]), bigrams()).wanted()
+    assert [str(run) for run in wanted] == ["a, seed 1", "b, seed 1", "a, seed 2", "b, seed 2"]
+
+
+def test_whatever_enters_the_numbers_enters_the_name_of_the_file(plan_of, monkeypatch):
+    plan = plan_of(["a"])
+    corpus = plan.corpus
+    tokenizer = copy.copy(corpus.tokenizer)
+    tokenizer.name = "another"
+    faster = replace(plan.training, learning_rate=1.0)
+    others = [
+        replace(plan, configs={"a": Config(block_size=5)}),
+        replace(plan, training=faster),
+        replace(plan, corpus=replace(corpus, sha256="another")),
+        replace(plan, corpus=replace(corpus, tokenizer=tokenizer)),
+        replace(plan, corpus=replace(corpus, validation=corpus.validation[:-1])),
+    ]
+
+    def name(plan, experiment=bigrams(), seed=1):
+        return runs.Store(plan, experiment).path(runs.Run("a", seed)).name
+
+    names = [name(plan), name(plan, bigrams("another")), name(plan, seed=2), *map(name, others)]
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    names.append(name(plan))
+    assert len(set(names)) == len(names) == 9
+    monkeypatch.undo()
+    assert name(replace(plan, title="another")) == names[0]  # what enters no number
+
+
+def test_the_source_of_a_run_is_its_builds_the_loop_and_the_batches(tmp_path, monkeypatch):
+    """Code counts in each of these files, a comment in none."""
+    builds = [tmp_path / "05_first" / "build.py", tmp_path / "07_second" / "build.py"]
+    for build, text in zip(builds, ["value = 1\n", "first = load_build(5)\n"]):
+        build.parent.mkdir()
+        build.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(chapters, "PROJECTS", tmp_path)
+    paths = [*builds]
+    for module in (training, data, randomness):
+        path = tmp_path / Path(module.__file__).name
+        path.write_text(Path(module.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+        monkeypatch.setattr(module, "__file__", str(path))
+        paths.append(path)
+
+    def source():
+        return runs.source_hash.__wrapped__(str(builds[1]))  # not the answer of before
+
+    known = {source()}
+    for path in paths:
+        before = path.read_text(encoding="utf-8")
+        path.write_text(before + "# a remark\n", encoding="utf-8")
+        assert source() in known, path
+        path.write_text(before + "more = 1\n", encoding="utf-8")
+        assert source() not in known, path
+        known.add(source())
 
 
 def test_means_are_over_finished_runs():

@@ -44,21 +44,27 @@ def test_training_twice_gives_the_same_losses_and_another_seed_does_not(modern, 
     assert other.losses[0] != one.losses[0]
 
 
-def test_training_is_what_a_plain_loop_does(modern, corpus):
-    settings = TrainingSettings(steps=8, batch_size=4, learning_rate=1e-2)
+@pytest.mark.parametrize("schedule", [{}, {"warmup": 3, "final_rate": 0.1}])
+def test_training_is_what_a_plain_loop_does(modern, corpus, schedule):
+    settings = TrainingSettings(steps=8, batch_size=4, learning_rate=1e-2, **schedule)
     model = small_model(modern, corpus)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     draws, losses = generator(3, "batches"), []
-    for _ in range(8):
+    for step in range(8):
         idx, targets = data.sample_batch(corpus.train, 16, 4, draws)
         logits, _ = model(idx)
         loss = -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = training.learning_rate(step, settings)
         optimizer.step()
         losses.append(loss.item())
-    assert train(small_model(modern, corpus), corpus, settings, seed=3).losses == pytest.approx(losses, abs=2e-5)
+    ours = train(small_model(modern, corpus), corpus, settings, seed=3)
+    assert ours.losses == pytest.approx(losses, abs=2e-5)
+    # The validation part, and the model after the last step.
+    left_out = training.evaluate(model, corpus.validation, settings)
+    assert ours.validation_loss == pytest.approx(left_out, abs=2e-5)
 
 
 def test_evaluation_is_the_mean_over_every_token(modern, corpus):
@@ -161,3 +167,31 @@ def test_a_validation_loss_that_is_not_finite_is_a_failure_too(modern, corpus, m
     monkeypatch.setattr(training, "evaluate", lambda *_: math.nan)
     with pytest.raises(training.NonFiniteLoss, match="step 3"):
         train(small_model(modern, corpus), corpus, TrainingSettings(steps=3), seed=1)
+
+
+def test_the_evaluation_is_in_evaluation_mode(modern, corpus):
+    model = small_model(modern, corpus).train()
+    modes = []
+    model.register_forward_hook(lambda module, *_: modes.append(module.training))
+    training.evaluate(model, corpus.validation, TrainingSettings())
+    assert modes and not any(modes)
+
+
+def test_what_is_added_to_the_objective_is_not_reported(modern, corpus):
+    def with_a_constant(model, idx, targets):
+        _, loss = model(idx, targets)
+        return loss + 7.0, loss, None
+
+    settings = TrainingSettings(steps=4, batch_size=2)
+    plain = train(small_model(modern, corpus), corpus, settings, seed=1)
+    other = train(
+        small_model(modern, corpus), corpus, settings, seed=1, training_loss=with_a_constant
+    )
+    assert other.losses == plain.losses and other.validation_loss == plain.validation_loss
+
+
+def test_the_time_of_a_step_leaves_out_the_first_window_once_there_are_others():
+    def of(milliseconds):
+        return training.State(None, None, None, None, None, milliseconds).ms_per_step
+
+    assert of([90.0]) == 90.0 and of([90.0, 3.0]) == 3.0 and of([9.0, 3.0, 1.0]) == 3.0
