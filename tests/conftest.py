@@ -16,7 +16,7 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning"
 SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined", "text_file"}
 REAL_MODEL = re.compile(r"test_37_(model|steps)|(test_step_holds|test_break_it).*\[37[-_]")
 BREAK_IT = re.compile(r"test_(\d\d)_break_it|test_break_it.*\[(\d\d)[-_]")
+READ = {37: 128}  # tokens that a patient of chapter 37 reads here; 256 where a person looks at one
+LARGE = 2**18  # numbers, above which those that a file replaces are not drawn again
 
 
 # ---------------------------------------------------------------- workers
@@ -201,10 +203,13 @@ def step_run(once, request) -> Callable[[Path], StepRun]:
     def run(path: Path) -> StepRun:
         def make() -> tuple[int, str]:
             out = io.StringIO()
-            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(contextlib.redirect_stdout(out))
                 if path.parent == chapters.chapter_folder(37):
+                    patch = stack.enter_context(pytest.MonkeyPatch.context())
                     load = request.getfixturevalue("load_real_model")
                     patch.setattr(chapters.load_build(37), "load_model", load)
+                    stack.enter_context(drawn_once())
                 status = chapters.load_file(path).main()
             return status, out.getvalue()
 
@@ -247,7 +252,8 @@ class LoadOnce:
         if file.path != self.real.packaged_weights():
             return self.load(file)
         if self.model is None or self.state() != self.before:
-            self.model = self.load(file)
+            with drawn_once():
+                self.model = self.load(file)
             self.before = self.state()
         return self.model
 
@@ -263,24 +269,75 @@ def load_real_model() -> LoadOnce:
     return LoadOnce()
 
 
+drawn: dict[tuple, Any] = {}  # by what is drawn and its size
+
+
+@contextlib.contextmanager
+def drawn_once() -> Iterator[None]:
+    """Within it, a large Linear or Embedding starts from the numbers of the first one of its shape.
+
+    For chapter 37: to draw the 163 million that the file replaces takes as long as to read a text.
+    """
+    import torch
+
+    def from_the_first(draw: Callable) -> Callable:
+        def reset_parameters(module) -> None:
+            key = draw, module.weight.shape
+            small = module.weight.numel() < LARGE
+            if small or module.weight.is_meta or getattr(module, "bias", None) is not None:
+                draw(module)
+                return
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                if key not in drawn:
+                    torch.manual_seed(1)
+                    draw(module)
+                    drawn[key] = module.weight.clone()
+                module.weight.copy_(drawn[key])
+
+        return reset_parameters
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.nn.Linear, torch.nn.Embedding):
+            patch.setattr(kind, "reset_parameters", from_the_first(kind.reset_parameters))
+        yield
+
+
+@pytest.fixture
+def large_drawn_once() -> Iterator[None]:
+    with drawn_once():
+        yield
+
+
 @pytest.fixture(scope="session")
-def examined(once):
+def patient() -> Callable:
+    """patient(path): the healthy patient of seed 1 of a break_it.py; patient(path, name): the same
+    after the sabotage of that name. Each is trained once in a worker."""
+    known = {}
+
+    def made(path: Path, name: str | None = None):
+        if (path, name) not in known:
+            case = chapters.load_file(path).CASE
+            if name is None:
+                size = (READ[case.chapter],) if case.chapter in READ else ()
+                known[path, name] = case.healthy(1, *size)
+            else:
+                damage = next(s for s in case.sabotages if s.name == name).damage
+                known[path, name] = damage(made(path))
+        return known[path, name]
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def examined(once, patient):
     """What all instruments of a break_it.py read: examined(path) of the healthy patient of seed 1,
     examined(path, name) after the sabotage of that name. Each is examined once in a session."""
-    patients = {}
-
-    def healthy(path: Path):
-        if path not in patients:
-            patients[path] = chapters.load_file(path).CASE.healthy(1)
-        return patients[path]
 
     def readings(path: Path, name: str | None = None) -> dict[str, Reading]:
         def make() -> dict[str, Reading]:
             case = chapters.load_file(path).CASE
-            patient = healthy(path)
-            if name is not None:
-                patient = next(s for s in case.sabotages if s.name == name).damage(patient)
-            return examine(case, patient)
+            with drawn_once() if case.chapter == 37 else contextlib.nullcontext():
+                return examine(case, patient(path, name))
 
         return once(f"{path} {name}", make)
 

@@ -25,10 +25,10 @@ def real():
 
 
 @pytest.fixture(scope="module")
-def loaded(real):
+def loaded(real, load_real_model):
     """The real file, its tokenizer and its model: opened once for all tests here."""
     file = real.WeightsFile(real.packaged_weights())
-    return file, real.Tokenizer(file), real.load_model(file)
+    return file, real.Tokenizer(file), load_real_model(file)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def second_implementation(path, idx: torch.Tensor) -> torch.Tensor:
 
 def test_the_logits_are_those_of_a_second_implementation(real, loaded, text):
     file, _, model = loaded
-    idx = text[:256]
+    idx = text[:128]
     theirs = second_implementation(file.path, idx)
     with torch.inference_mode():
         ours = model(idx[None])[0][0].double()
@@ -107,15 +107,15 @@ def test_size_shape_and_tie(gpt, loaded):
 # ---------------------------------------------------------------- remembering
 
 
-def test_with_the_cache_200_tokens_are_those_of_the_full_forward(real, loaded):
+def test_with_the_cache_80_tokens_are_those_of_the_full_forward(real, loaded):
     """Greedy ids equal those without a cache if, read at once, each is the likeliest after all before it."""
     _, tokenizer, model = loaded
     question = tokenizer.chat("Tell me a long story about a ship.")
-    with real.remembering(model, len(question) + 200):
-        written = list(real.stream(model, question, 200))
+    with real.remembering(model, len(question) + 80):
+        written = list(real.stream(model, question, 80))
     with torch.inference_mode():
         logits = model(torch.tensor([question + written[:-1]]))[0][0, len(question) - 1 :]
-    assert len(written) == 200 and logits.argmax(-1).tolist() == written
+    assert len(written) == 80 and logits.argmax(-1).tolist() == written
 
 
 @pytest.fixture
@@ -351,13 +351,13 @@ def test_loud_means_another_answer():
         assert sabotage.loud == ("answer" in sabotage.trips)
 
 
-def test_the_table_of_everything(monkeypatch, tmp_path, capsys):
+def test_the_table_of_everything(monkeypatch, tmp_path, capsys, large_drawn_once):
     """Its path, with three damages on a short text."""
     break_it = chapters.load_file(FOLDER / "break_it.py")
     names = ("no-norm", "layernorm-for-rmsnorm", "eps-1e-6")
     few = tuple(sabotage for sabotage in break_it.SABOTAGES if sabotage.name in names)
     monkeypatch.setattr(break_it, "SABOTAGES", few)
-    monkeypatch.setattr(break_it, "TEXT", {"--all": 256, "one": 256})
+    monkeypatch.setattr(break_it, "TEXT", {"--all": 128, "one": 128})
     monkeypatch.setattr(break_it, "__file__", str(tmp_path / "break_it.py"))
     assert break_it.main([]) == 0
     out = capsys.readouterr().out

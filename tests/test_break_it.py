@@ -68,15 +68,15 @@ def test_a_sabotage_is_an_edit_of_a_build_that_changes_it_or_a_function(path):
 
 
 @EACH_CHAPTER
-def test_the_quiz_shows_the_same_signs_of_both(path):
+def test_the_quiz_shows_the_same_signs_of_both(path, patient):
     case = case_of(path)
-    patient = case.healthy(1)
-    signs = case.vitals(patient)
+    healthy = patient(path)
+    signs = case.vitals(healthy)
     for sabotage in case.sabotages[:2]:
-        assert list(case.vitals(sabotage.damage(patient))) == list(signs)
+        assert list(case.vitals(patient(path, sabotage.name))) == list(signs)
     if case.sample:
         before = torch.random.get_rng_state()
-        assert case.sample(patient) == case.sample(patient) != ""
+        assert case.sample(healthy) == case.sample(healthy) != ""
         assert torch.equal(before, torch.random.get_rng_state())
 
 
