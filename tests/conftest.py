@@ -30,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from shared import chapters
+from shared import chapters, runs
 from shared.sabotage import Reading, examine
 
 LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what another one makes
@@ -360,6 +360,19 @@ def script(folder: Path, path: Path, *flags: str, **environment: str) -> tuple[i
         timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Train in this process, for tests that look at numbers and files: a worker process needs
+    seconds to import torch."""
+
+    def run_jobs(function, context, jobs, n_workers, on_report):
+        for job in jobs:
+            report = lambda *content, job=job: on_report(job, *content)
+            yield job, function(context, job, report, 0)
+
+    monkeypatch.setattr(runs, "run_jobs", run_jobs)
 
 
 @pytest.fixture

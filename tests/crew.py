@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import chapters, runs
+from shared import chapters
 
 SCRIPT = Path(__file__).with_name("small_build.py")
 TEXT = "the cat sat on the mat and the dog sat on the cat. " * 20
@@ -23,18 +23,6 @@ def text(tmp_path):
 @pytest.fixture
 def small():
     return chapters.load_file(SCRIPT)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Run jobs in this process: what these tests look at are the files."""
-
-    def run_jobs(function, context, jobs, n_workers, on_report):
-        for job in jobs:
-            report = lambda *content, job=job: on_report(job, *content)
-            yield job, function(context, job, report, 0)
-
-    monkeypatch.setattr(runs, "run_jobs", run_jobs)
 
 
 @pytest.fixture

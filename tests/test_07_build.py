@@ -166,7 +166,7 @@ def test_a_run_leaves_whole_files_and_twice_the_same(small, tmp_path, text_file,
     assert "Not compared with expected/: the corpus is another text" in out
 
 
-def test_the_table_and_the_sentences_say_what_the_runs_say(small, tmp_path, text_file):
+def test_the_table_and_the_sentences_say_what_the_runs_say(small, here, tmp_path, text_file):
     small.main(["--data", str(text_file), "--seeds", "3", "--output-dir", str(tmp_path)])
     record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     losses = {(run["variant"], run["seed"]): run["validation_loss"] for run in record["runs"]}
@@ -183,7 +183,7 @@ def test_the_table_and_the_sentences_say_what_the_runs_say(small, tmp_path, text
         assert row["difference"]["verdict"] == verdict and verdict in log
 
 
-def test_the_full_path_runs_on_a_cpu_and_says_what_it_will_cost(small, tmp_path, text_file, capsys):
+def test_the_full_path_runs_on_a_cpu_and_says_what_it_will_cost(small, here, tmp_path, text_file, capsys):
     flags = ["--full", "--device", "cpu", "--data", str(text_file), "--tokenizer", "bpe4k", "--steps", "3"]
     assert small.main([*flags, "--output-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -192,7 +192,9 @@ def test_the_full_path_runs_on_a_cpu_and_says_what_it_will_cost(small, tmp_path,
     assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["settings"]["preset"] == "full"
 
 
-def test_a_diverging_run_is_named_with_its_step_and_the_status_is_1(small, tmp_path, text_file, capsys, monkeypatch):
+def test_a_diverging_run_is_named_with_its_step_and_the_status_is_1(
+    small, here, tmp_path, text_file, capsys, monkeypatch
+):
     preset = small.PRESETS["tiny"]
     monkeypatch.setitem(small.PRESETS, "tiny", replace(preset, training=replace(preset.training, learning_rate=1e38)))
     assert small.main(["--data", str(text_file), "--seeds", "1", "--output-dir", str(tmp_path)]) == 1
@@ -229,13 +231,14 @@ def test_tiny_runs_by_its_path_without_a_network(run_script, tmp_path):
     )
     out_dir = tmp_path / "out é"
     status, out, err = run_script(
-        BUILD, "--tiny", "--steps", "2", "--seeds", "1", "--output-dir", str(out_dir), PYTHONPATH=str(tmp_path)
-    )
+        BUILD, "--tiny", "--steps", "2", "--seeds", "1", "--workers", "1", "--output-dir", str(out_dir),
+        PYTHONPATH=str(tmp_path),
+    )  # fmt: skip
     assert (status, err) == (0, "")
     assert "[4/4]" in out and "ln 95 = 4.554" in out and (out_dir / "results.json").exists()
 
 
-def test_errors_come_before_training_and_are_one_line(run_script, tmp_path):
+def test_errors_come_before_training_and_are_one_line(run_here, tmp_path):
     (tmp_path / "binary").write_bytes(b"\x00\x01" * 1000)
     (tmp_path / "a file").write_text("", encoding="utf-8")
     for flags, says in (
@@ -243,15 +246,16 @@ def test_errors_come_before_training_and_are_one_line(run_script, tmp_path):
         (["--output-dir", str(tmp_path / "a file")], "can't write to --output-dir"),
         (["--tiny", "--full"], "not allowed with"),
     ):
-        status, out, err = run_script(BUILD, *flags)
+        status, out, err = run_here(BUILD, *flags)
         assert (status, out, err.count("\n")) == (2, "", 1), (flags, out, err)
         assert err.startswith("build.py: error: ") and says in err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups to interrupt")
 @pytest.mark.slow
-def test_ctrl_c_keeps_finished_runs_and_writes_no_half_file(tmp_path):
-    command = [sys.executable, str(BUILD), "--steps", "40", "--seeds", "400", "--output-dir", str(tmp_path)]
+def test_ctrl_c_keeps_finished_runs_and_writes_no_half_file(tmp_path, text_file):
+    command = [sys.executable, str(BUILD), "--data", str(text_file), "--steps", "40", "--seeds", "400"]
+    command += ["--output-dir", str(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
     )

@@ -288,7 +288,7 @@ def test_no_field_is_left_out():
 
 
 @pytest.mark.slow
-def test_the_start_can_be_changed_for_a_whole_run(modern, tmp_path, monkeypatch):
+def test_the_start_can_be_changed_for_a_whole_run(modern, here, tmp_path, monkeypatch):
     """--set changes a field of every variant."""
     import json
 

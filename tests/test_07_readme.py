@@ -27,13 +27,12 @@ def test_the_second_table_is_what_the_logs_say():
         assert "400 steps of 32 x 32 tokens" in log and "seeds 1 to 16" in log
 
 
-def test_the_command_that_changes_every_variant_runs_from_the_chapters_folder(tmp_path):
+def test_the_command_that_changes_every_variant_runs_from_the_chapters_folder(modern, here, tmp_path, monkeypatch):
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     (flags,) = re.findall(r"python build.py (--steps 400 .*init_std=fan_in)", readme)
     flags = flags.replace("400", "2").replace("16", "1").split()
-    command = [sys.executable, "build.py", *flags, "--output-dir", str(tmp_path)]
-    ran = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, encoding="utf-8")
-    assert ran.returncode == 0, ran.stderr
+    monkeypatch.chdir(FOLDER)
+    assert modern.main([*flags, "--output-dir", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert {config["init_std"] for config in record["settings"]["variants"].values()} == {"fan_in"}
 

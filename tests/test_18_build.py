@@ -268,7 +268,7 @@ def text_file(tmp_path):
     return path
 
 
-def test_a_run_leaves_whole_files_and_says_what_they_say(small, tmp_path, text_file, capsys):
+def test_a_run_leaves_whole_files_and_says_what_they_say(small, here, tmp_path, text_file, capsys):
     flags = ["--data", str(text_file), "--output-dir", str(tmp_path / "out")]
     assert small.main(flags) == 0
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -296,13 +296,15 @@ def test_a_run_leaves_whole_files_and_says_what_they_say(small, tmp_path, text_f
     assert "top-2 + bias (" in finding and "expert choice" not in finding
 
 
-def test_the_full_path_runs_on_a_cpu(small, tmp_path, text_file, capsys):
+def test_the_full_path_runs_on_a_cpu(small, here, tmp_path, text_file, capsys):
     flags = ["--full", "--device", "cpu", "--data", str(text_file), "--tokenizer", "bpe4k", "--seeds", "1"]
     assert small.main([*flags, "--output-dir", str(tmp_path)]) == 0
     assert "bpe4k, a vocabulary of 4,096" in capsys.readouterr().out
 
 
-def test_a_diverging_run_is_named_and_the_table_still_comes(small, tmp_path, text_file, capsys, monkeypatch):
+def test_a_diverging_run_is_named_and_the_table_still_comes(
+    small, here, tmp_path, text_file, capsys, monkeypatch
+):
     preset = small.PRESETS["tiny"]
     monkeypatch.setitem(small.PRESETS, "tiny", replace(preset, training=replace(preset.training, learning_rate=1e38)))
     assert small.main(["--data", str(text_file), "--seeds", "1", "--output-dir", str(tmp_path)]) == 1
@@ -312,9 +314,8 @@ def test_a_diverging_run_is_named_and_the_table_still_comes(small, tmp_path, tex
     )
 
 
-def test_it_runs_by_its_path(run_script, tmp_path):
-    status, out, err = run_script(
-        BUILD, "--tiny", "--steps", "2", "--seeds", "1", "--output-dir", str(tmp_path / "out é")
-    )
+def test_it_runs_by_its_path(run_script, tmp_path, text_file):
+    flags = ["--tiny", "--steps", "2", "--seeds", "1", "--workers", "1", "--data", str(text_file)]
+    status, out, err = run_script(BUILD, *flags, "--output-dir", str(tmp_path / "out é"))
     assert (status, err) == (0, "")
     assert "[6/6]" in out and "\x1b" not in out and (tmp_path / "out é" / "expert_load.png").exists()

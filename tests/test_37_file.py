@@ -258,9 +258,9 @@ def test_embeddings_and_tokens_must_be_as_many(small, tmp_path):
         chapters.load_build(37).main(["--weights", str(small.write(tmp_path / "small.gguf")), "--prompt", "a"])
 
 
-def test_a_refusal_is_one_line_and_status_2(small, tmp_path, run_script):
+def test_a_refusal_is_one_line_and_status_2(small, tmp_path, run_here):
     small.architecture = "mamba"
-    status, out, err = run_script(BUILD, "--weights", str(small.write(tmp_path / "other.gguf")))
+    status, out, err = run_here(BUILD, "--weights", str(small.write(tmp_path / "other.gguf")))
     assert (status, out) == (2, "") and err.count("\n") == 1
     assert err.startswith("build.py: error: ") and "architecture is mamba" in err
 

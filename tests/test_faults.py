@@ -24,7 +24,6 @@ from crew import (  # noqa: E402, F401: fixtures among them
     alive,
     build,
     children,
-    here,
     run_files,
     small,
     text,
@@ -45,7 +44,7 @@ def start(text, folder, *flags):
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )  # fmt: skip
 
 
@@ -74,7 +73,7 @@ def test_a_killed_worker_ends_its_run_alone_and_sigterm_ends_all(text, tmp_path)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
 def test_ctrl_c_ends_all_when_the_reader_of_the_pipe_has_gone_too(text, tmp_path):
     """As in `build.py | tee log`: Ctrl-C reaches both, and tee is the first to go."""
-    process = start(text, tmp_path / "out")
+    process = start(text, tmp_path / "out", "--workers", "1")
     try:
         until(lambda: run_files(tmp_path / "out", "unfinished.pt"))
         workers = children(process.pid)
@@ -106,7 +105,7 @@ def test_in_the_first_second_a_signal_ends_a_script_without_a_traceback(number, 
     source = Path(inspect.getfile(chapters)).with_name("__init__.py").read_text(encoding="utf-8")
     (tmp_path / "shared" / "__init__.py").write_text(source, encoding="utf-8")
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     )
     assert process.stdout.readline() == "importing\n"
     process.send_signal(number)
@@ -120,7 +119,7 @@ def test_elsewhere_the_import_of_shared_changes_no_signal(tmp_path):
         [sys.executable, "-c", code],
         cwd=chapters.PROJECTS.parent,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert (done.stdout, done.stderr) == ("default_int_handler\n", "")
 
@@ -274,22 +273,18 @@ def test_a_chapters_folder_that_stands_twice_is_named_and_hinders_no_other(
     ("redirections", "status"),
     [("<&- >&-", 0), ("2>&- | head -n 1", 141)],
 )
-def test_closed_streams_are_no_error(redirections, status, text, tmp_path):
+def test_closed_streams_are_no_error(redirections, status, text, tmp_path, small, capsys):
     folder = tmp_path / "éà 名前 out"
     command = (
         f"set -o pipefail; {sys.executable!r} {str(SCRIPT)!r} --data {str(text)!r} "
-        f"--output-dir {str(folder)!r} --seeds 1 {redirections}"
+        f"--output-dir {str(folder)!r} --seeds 1 --workers 1 {redirections}"
     )
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, encoding="utf-8", timeout=120)
     assert (done.returncode, done.stderr) == (status, "")
     if status == 0:
         assert len(run_files(folder)) == 2 and (folder / "results.json").exists()
-        again = subprocess.run(
-            [sys.executable, str(SCRIPT), "--data", str(text), "--output-dir", str(folder),
-             "--seeds", "1", "--report"],
-            capture_output=True, encoding="utf-8", env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        )  # fmt: skip
-        assert again.returncode == 0 and f"Written to {folder}" in again.stdout
+        flags = ["--data", str(text), "--output-dir", str(folder), "--seeds", "1", "--report"]
+        assert small.main(flags) == 0 and f"Written to {folder}" in capsys.readouterr().out
     else:
         assert done.stdout == "A test\n"
 

@@ -37,7 +37,7 @@ def torchrun(folder, text, *flags, restarts=0):
         [*TORCHRUN, "--master-port", free_port(), "--max-restarts", str(restarts), str(SCRIPT),
          "--data", str(text), "--output-dir", str(folder), *flags],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
@@ -117,7 +117,7 @@ def test_two_ranks_train_chapter_05s_model_together(text, tmp_path):
             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                  "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         for rank in range(2)
     ]  # fmt: skip

@@ -21,7 +21,6 @@ from crew import (  # noqa: E402, F401: fixtures among them
     alive,
     build,
     children,
-    here,
     histories,
     run_files,
     small,
