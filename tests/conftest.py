@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,9 @@ from xdist.scheduler import LoadScopeScheduling
 # Before torch is imported: two OpenMP threads on a busy core are far slower than one.
 # Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A shell that starts us with `&` has us ignore Ctrl-C, and so would what the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 

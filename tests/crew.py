@@ -60,7 +60,7 @@ def histories(folder):
 def alive(pid):
     """Is the process there, and not only its last words?"""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[0] != b"Z"
     return False
 
 
@@ -69,7 +69,7 @@ def children(pid):
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
-            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+            parent = int(path.read_bytes().rsplit(b")", 1)[1].split()[1])
             line = path.with_name("cmdline").read_bytes()
             if parent == pid and b"spawn_main" in line:
                 found.append(int(path.parent.name))
