@@ -9,6 +9,7 @@ command line runs in one process.
 import contextlib
 import hashlib
 import io
+import multiprocessing
 import os
 import pickle
 import re
@@ -377,6 +378,16 @@ def here(monkeypatch):
             yield job, function(context, job, report, 0)
 
     monkeypatch.setattr(runs, "run_jobs", run_jobs)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Workers are forked from a process that has imported torch once. In a run each is a new
+    interpreter, whose import of torch takes longer than all that these tests ask of it."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "shared.runs"])
+        monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def without_times(path):
     return record
 
 
-def test_a_run_leaves_whole_files_and_twice_the_same(small, tmp_path, text_file, capsys):
+def test_a_run_leaves_whole_files_and_twice_the_same(small, forked, tmp_path, text_file, capsys):
     for name, workers in (("one", "1"), ("two", "2")):
         assert small.main(["--data", str(text_file), "--workers", workers, "--output-dir", str(tmp_path / name)]) == 0
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
@@ -254,7 +254,7 @@ def test_errors_come_before_training_and_are_one_line(run_here, tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups to interrupt")
 @pytest.mark.slow
 def test_ctrl_c_keeps_finished_runs_and_writes_no_half_file(tmp_path, text_file):
-    command = [sys.executable, str(BUILD), "--data", str(text_file), "--steps", "40", "--seeds", "400"]
+    command = [sys.executable, str(BUILD), "--data", str(text_file), "--steps", "4", "--seeds", "400"]
     command += ["--output-dir", str(tmp_path)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
@@ -267,7 +267,7 @@ def test_ctrl_c_keeps_finished_runs_and_writes_no_half_file(tmp_path, text_file)
     assert process.returncode == 130
     assert err == "interrupted\n" and "of 1600 runs have finished and are kept" in out
     kept = [json.loads(p.read_text(encoding="utf-8")) for p in (tmp_path / "runs").glob("*.json")]
-    assert len(kept) >= 3 and all(len(run["history"]["losses"]) == 40 for run in kept)
+    assert len(kept) >= 3 and all(len(run["history"]["losses"]) == 4 for run in kept)
     assert not list(tmp_path.glob("**/.*.json*")), "no half-written file stays"
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and children_left(process.pid):

