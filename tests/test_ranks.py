@@ -44,6 +44,25 @@ def torchrun(folder, text, *flags, restarts=0):
     return done.returncode, done.stdout, done.stderr
 
 
+def two_ranks(script, *flags):
+    """Two processes as torchrun starts them: (status, stdout, stderr) of each."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), *flags],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                 "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                 "PYTHONIOENCODING": "utf-8"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    return [(rank.returncode, *texts) for rank, texts in zip(ranks, said)]
+
+
 def one_process(folder, text, *flags):
     """The same runs in this process, by their names."""
     small = chapters.load_file(SCRIPT)
@@ -64,8 +83,10 @@ def numbers(results):
 @pytest.mark.slow
 def test_dealt_runs_are_those_of_one_process_and_rank_0_has_all(text, tmp_path):
     """Each rank has a folder of its own, as on machines without a shared file system."""
-    status, out, err = torchrun(tmp_path / "ranks", text, "--apart")
+    flags = ("--data", str(text), "--output-dir", str(tmp_path / "ranks"), "--apart")
+    (status, out, err), second = two_ranks(SCRIPT, *flags)
     assert status == 0, err
+    assert second == (0, "", "")
     assert out.count("A test") == 1 and "2 ranks of torchrun" in out  # rank 0 alone speaks
     assert out.count("validation loss") == 4 and "[4/4]" in out and "FAILED" not in out
     assert len(list((tmp_path / "ranks/0/runs").glob("*.json"))) == 4
@@ -110,20 +131,9 @@ def test_two_ranks_train_chapter_05s_model_together(text, tmp_path):
     build = chapters.chapter_folder(5) / "build.py"
     flags = ["--data", str(text), "--steps", "12", "--set", "d_model=16", "--set", "block_size=8"]
     folder = tmp_path / "ranks"
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(build), *flags, "--output-dir", str(folder)],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                 "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert "[1/1] GPT, seed 1: validation loss" in said[0] and said[1] == ""
+    first, second = two_ranks(build, *flags, "--output-dir", str(folder))
+    assert (first[0], second[:2]) == (0, (0, "")), (first, second)
+    assert "[1/1] GPT, seed 1: validation loss" in first[1]
 
     gpt = chapters.load_build(5)
     options = cli.parse("", [*flags, "--output-dir", str(tmp_path / "alone")], tmp_path)

@@ -36,7 +36,7 @@ def test_a_killed_parent_leaves_no_worker_and_the_run_goes_on_to_the_same_bits(
     small, here, text, tmp_path
 ):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    flags = ["--data", str(text), "--seeds", "1", "--steps", "150", "--workers", "1"]
+    flags = ["--data", str(text), "--seeds", "1", "--steps", "80", "--workers", "1"]
     waits = ["--pause", "0.01", "--every", "0"]
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *flags, *waits, "--output-dir", str(out)],
@@ -51,7 +51,7 @@ def test_a_killed_parent_leaves_no_worker_and_the_run_goes_on_to_the_same_bits(
     assert len(workers) == 1
     until(lambda: not alive(workers[0]), seconds=10)
     kept = training.load_checkpoint(run_files(out, "unfinished.pt")[0])
-    assert 0 < len(kept["history"]["losses"]) < 150 and not run_files(out)
+    assert 0 < len(kept["history"]["losses"]) < 80 and not run_files(out)
 
     resumed_from = []
     experiment = small.Small(0.01, 0.0)

@@ -8,6 +8,7 @@ import pytest
 from shared import chapters
 
 STEPS = sorted(chapters.PROJECTS.glob("[0-9][0-9]_*/step_*.py"))
+SCRIPTS = [*STEPS, *sorted(chapters.PROJECTS.glob("*/build.py")), *sorted(chapters.PROJECTS.glob("*/break_it.py"))]
 FOLDERS = sorted({step.parent for step in STEPS})
 IDS = [f"{step.parent.name[:2]}-{step.stem[5:]}" for step in STEPS]
 EACH_STEP = pytest.mark.parametrize("step", STEPS, ids=IDS)
@@ -39,9 +40,16 @@ def test_steps_are_numbered_without_a_gap(folder):
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-@EACH_CHAPTER
-def test_a_step_runs_by_its_path_from_any_directory(folder, run_script, tmp_path):
-    step = next(step for step in STEPS if step.parent == folder)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name[:2]}-{path.stem}")
+def test_every_script_finds_shared_from_where_it_stands(script):
+    lines = script.read_text(encoding="utf-8").splitlines()
+    found = [line for line in lines if "shared" in line and line.startswith(("sys.path", "from"))]
+    assert found[0].startswith("sys.path.insert(0, str(Path(__file__).resolve().parents[2]))")
+
+
+@pytest.mark.parametrize("chapter", [5, 37])  # 37 needs packages of its own
+def test_a_step_runs_by_its_path_from_any_directory(chapter, run_script, tmp_path):
+    step = next(step for step in STEPS if step.parent == chapters.chapter_folder(chapter))
     status, out, errors = run_script(step, "--tiny")
     assert status == 0, out + errors
     assert errors == "" and "checks hold" in out
