@@ -80,7 +80,7 @@ def main() -> int:
     per_token = len(text) / len(bpe.encode_ordinary(text))
     console.say(f"{rare!r} is rarer and ends as {len(pieces)} tokens: {pieces}.")
     console.say(f"On this text one byte-pair token stands for {per_token:.2f} characters,")
-    console.say("so a model that sees 100 tokens at once sees about three times as much text.")
+    console.say("so 100 of them show a model about three times as much text as 100 characters.")
 
     checks = Checks()
     tokenizer = data.CharTokenizer(text)
