@@ -74,7 +74,7 @@ class CausalSelfAttention(nn.Module):
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries, keys, values, each (B, H, T, D). Later chapters override this."""
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_heads, self.head_dim)
+        qkv = self.qkv(x).view(B, T, 3, self.n_heads, self.head_dim)  # cut in 3·H parts
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, T, 3, H, D) -> (3, B, H, T, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,7 @@ def main() -> int:
 
     checks = Checks()
     checks.close("first loss: ln V", losses[0], guessing, 0.2)
+    # the same model and seed, trained by the loop that build.py uses
     twenty_steps = training.TrainingSettings(steps=20)
     shared = training.train(fresh_model(corpus, seed=1), corpus, twenty_steps, seed=1)
     ours = torch.tensor(losses[:20])

@@ -34,7 +34,7 @@ from shared.randomness import generator
 
 
 class AdamWByHand:
-    """AdamW for one tensor (algorithm 2 of the paper)."""
+    """AdamW for one tensor (Loshchilov & Hutter 2019, algorithm 2)."""
 
     def __init__(self, p: torch.Tensor, lr: float, weight_decay: float = 0.0):
         self.p = p
@@ -84,7 +84,7 @@ def path_of_adamw(n: int, lr: float) -> torch.Tensor:
 def draw_picture(paths: dict[str, torch.Tensor]) -> Path:
     figure = figures.new_figure(7, 3.6)
     axes = figure.subplots()
-    across, along = torch.meshgrid(
+    across, along = torch.meshgrid(  # a grid of points, for the lines of equal height
         torch.linspace(-0.6, 0.6, 80), torch.linspace(-1.2, 0.4, 80), indexing="ij"
     )
     axes.contour(along, across, height(torch.stack((along, across), -1)), 12, colors="0.85")
