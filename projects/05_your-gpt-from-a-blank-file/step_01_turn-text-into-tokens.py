@@ -6,11 +6,11 @@ must become text again. A piece of text that has a number of its own is called a
 The simplest way is one token per character: number the characters that occur. Every text can be
 written so, but each token says little, and texts get long.
 
-Byte-pair encoding gives frequent words one token. It starts from single bytes. A table, made
-beforehand, ranks the pairs of neighbours that may be joined. Join the pair with the best rank, look
-again, and stop when no two neighbours are in the table. A frequent word ends as one token, a rare
-one as a few pieces, and any text at all can be written. (Text is first cut into word-like pieces;
-pairs are joined only inside a piece.)
+Byte-pair encoding gives frequent words one token. First the text is cut into word-like pieces, and
+each piece into its bytes. A table, made beforehand, ranks the pairs of neighbours that may be
+joined. In each piece, join the pair with the best rank, look again, and stop when no two neighbours
+are in the table. A frequent word ends as one token, a rare one as a few, and any text at all can be
+written.
 
     python step_01_turn-text-into-tokens.py
 
@@ -44,8 +44,8 @@ def stages_of_joining(piece: bytes, ranks: dict[bytes, int]) -> list[list[bytes]
     stages = [parts]
     while len(parts) > 1:
         pairs = [left + right for left, right in zip(parts, parts[1:])]
-        order = [ranks.get(pair, len(ranks)) for pair in pairs]  # unknown pairs come last
-        best = order.index(min(order))  # where ranks are equal, the pair on the left
+        found = [ranks.get(pair, len(ranks)) for pair in pairs]  # unknown pairs rank last
+        best = found.index(min(found))  # where ranks are equal, the pair on the left
         if pairs[best] not in ranks:
             break
         parts = [*parts[:best], pairs[best], *parts[best + 2 :]]
@@ -65,7 +65,9 @@ def main() -> int:
     text = "".join(data.torch_docs())
     characters = characters_of(text)
     bpe = data.bpe4k_encoding()
-    ranks = {bpe.decode_single_token_bytes(i): i for i in range(bpe.n_vocab)}
+    ranks = {}
+    for token in range(bpe.n_vocab):
+        ranks[bpe.decode_single_token_bytes(token)] = token  # a token's number is its rank
 
     console.say(f"The text: {len(text):,} characters, {len(characters)} different ones.")
     word = " gradients"
@@ -78,7 +80,7 @@ def main() -> int:
     per_token = len(text) / len(bpe.encode_ordinary(text))
     console.say(f"{rare!r} is rarer and ends as {len(pieces)} tokens: {pieces}.")
     console.say(f"On this text one byte-pair token stands for {per_token:.2f} characters,")
-    console.say("so a model with the same window sees about three times as much text.")
+    console.say("so 100 of them show a model about three times as much text as 100 characters.")
 
     checks = Checks()
     tokenizer = data.CharTokenizer(text)
@@ -86,7 +88,8 @@ def main() -> int:
     checks.equal("2,000 characters to tokens", tokenizer.encode(text[:2000]) == by_hand, True)
     back = tokenizer.decode(tokenizer.encode(text))
     checks.equal("tokens back to the whole text", back == text, True)
-    words = sorted({f" {w}" for w in re.findall("[A-Za-z]+", text)} | {" Ωμέγα", " größer", " 注意力"})
+    foreign = {" Ωμέγα", " größer", " 注意力"}
+    words = sorted({f" {word}" for word in re.findall("[A-Za-z]+", text)} | foreign)
     tiktokens = [bpe.encode_ordinary(w) for w in words]
     different = [w for w, t in zip(words, tiktokens) if join_pairs(w.encode("utf-8"), ranks) != t]
     checks.equal(f"of {len(words):,} words, unlike tiktoken", len(different), 0)

@@ -34,8 +34,8 @@ def batch_by_loop(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random windows of tokens (N,): inputs and targets, each (batch_size, block_size).
 
-    A window that starts at s needs the tokens s to s + block_size. randint never draws its upper
-    bound, so the last token of all is reached, and nothing behind it.
+    A window that starts at s needs the tokens s to s + block_size. The largest start that randint
+    draws is N - block_size - 1; the targets of that window end with the last token of all.
     """
     starts = torch.randint(len(tokens) - block_size, (batch_size,), generator=rng).tolist()
     inputs = torch.stack([tokens[s : s + block_size] for s in starts])
@@ -63,7 +63,7 @@ def main() -> int:
     idx, targets = batch_by_loop(corpus.train, T, 4, generator(1, "batches"))
 
     different = [len(window.unique()) for window in idx]
-    row = different.index(max(different))  # the window with the most different characters
+    row = different.index(max(different))  # show the window with the fewest repeated characters
     console.say("One window is eight exercises:\n")
     for t in range(T):
         seen = corpus.tokenizer.decode(idx[row, : t + 1].tolist())

@@ -1,20 +1,20 @@
 """Step 03: build causal self-attention.
 
-By now every token is a vector. To guess what follows "the cat sat on the", the vector of the last
-word must learn something from the words before it. Attention does this; nothing else in the model
-moves information from one position to another.
+In the model every token is a vector of C numbers; step 06 makes it one. To guess what follows "the
+cat sat on the", the vector of the last word must learn something from the words before it.
+Attention does this; nothing else in the model moves information from one position to another.
 
 Each position makes three vectors from its own: a query (what it looks for), a key (how it can be
 found) and a value (what it has to give). Query times key is a score for each pair of positions.
 Softmax turns the scores of one query into shares that sum to 1, and the result at its position is
 the mean of all values by these shares.
 
-Three details. Scores are divided by √D: query times key is a sum of D products, which for random
-numbers of size 1 has size √D, and with scores that large softmax would give nearly everything to
-one position. A position must not see its future, which it is to guess: those scores become -∞, so
-their shares are 0. This is what "causal" means. And there are H small attentions, called heads: one
-set of shares is one look at the past, H heads are H different looks at once. A last matrix, proj,
-mixes what they found.
+Three details. Scores are divided by √D, where D is the length of a query. Query times key is a sum
+of D products; for random numbers of size 1 such a sum has size √D. With scores that large, softmax
+would give nearly everything to one position. A position must not see its future, which it is to
+guess: those scores become -∞, so their shares are 0. This is what "causal" means. And there are H
+small attentions, called heads: one set of shares is one look at the past, H heads are H different
+looks at once. A last matrix, proj, mixes what they found.
 
     python step_03_build-causal-self-attention.py
 
@@ -54,9 +54,8 @@ def attend_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
     return shares @ v, shares
 
 
-# Until step 09, read this as nn.Linear.
 class ResidualWriter(nn.Linear):
-    """A Linear whose output is added to the residual stream; init_parameters finds it by class."""
+    """A Linear whose output is added to step 05's stream. Until step 09, read it as nn.Linear."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -75,7 +74,7 @@ class CausalSelfAttention(nn.Module):
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries, keys, values, each (B, H, T, D). Later chapters override this."""
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_heads, self.head_dim)
+        qkv = self.qkv(x).view(B, T, 3, self.n_heads, self.head_dim)  # cut in 3·H parts
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, T, 3, H, D) -> (3, B, H, T, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +96,8 @@ def draw_picture() -> Path:
     letters = F.one_hot(torch.tensor([ord(letter) - ord(" ") for letter in text])).float()
     places = torch.eye(T)  # row t is the vector of position t
     places_before = places.roll(1, dims=0)  # row t is the vector of position t - 1
-    _, own_letter = attend_by_hand(9 * letters, 9 * letters, letters)  # 9 makes scores large
+    # Each query looks for a key equal to it. The 9 makes such scores large, and shares clear.
+    _, own_letter = attend_by_hand(9 * letters, 9 * letters, letters)
     _, one_back = attend_by_hand(9 * places_before, 9 * places, letters)
     pictures = {
         "who may look at whom": torch.ones(T, T).tril(),

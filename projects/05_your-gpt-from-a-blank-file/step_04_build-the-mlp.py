@@ -7,8 +7,8 @@ is applied to each of these numbers, and a second matrix leads back to the old w
 GELU is a smooth ReLU: large positive numbers pass, large negative ones become almost 0, and between
 there is a soft bend. It must be there. Without it the two matrices would be one matrix, their
 product, and the MLP could only ever answer in straight lines. With it, each of the 4C numbers
-inside is a switch: the input turns it on or off. While it is on, the second matrix adds to the
-vector what belongs to this switch.
+inside is a switch: the input turns it on or off. Each switch has a column of its own in the second
+matrix; while it is on, that column, times the number, is added to the result.
 
 Its formula: x times the share of a normal distribution that lies below x.
 
@@ -44,7 +44,7 @@ CausalSelfAttention = step_03.CausalSelfAttention
 def gelu_by_hand(x: torch.Tensor) -> torch.Tensor:
     """x times the share of a normal distribution below x (Hendrycks & Gimpel 2016).
 
-    The error function erf is how torch has that share.
+    The share is computed from torch's error function, erf.
     """
     share_below = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
     return x * share_below
@@ -93,12 +93,12 @@ def draw_picture() -> Path:
     x = torch.linspace(-4, 4, 200, dtype=torch.float64)
     left.plot(x, x.relu(), color="0.6", label="ReLU")
     left.plot(x, gelu_by_hand(x), color=figures.COLOURS[0], label="GELU")
-    figures.label(left, "a switch with a soft bend")
+    figures.label(left, "a switch with a soft bend", x="number in", y="number out")
     mlp = random_mlp(4)
     line = x[:, None] * torch.tensor([1.0, -0.5, 0.5, 1.0], dtype=torch.float64)
     right.plot(x, without_gelu(mlp, line)[:, 0], color="0.6", label="without GELU")
     right.plot(x, mlp(line)[:, 0], color=figures.COLOURS[0], label="MLP")
-    figures.label(right, "one output along a line of inputs")
+    figures.label(right, "one output along a line of inputs", x="place on the line")
     return figures.save(figure, __file__)
 
 

@@ -8,9 +8,9 @@ adds it to what came in.
 
 So a vector runs through the whole model, and each part reads it and adds something. This running
 sum is called the residual stream. Why add? If both parts output 0, x comes out unchanged, and so
-does the gradient on its way back. A deep stack therefore starts close to doing nothing and can be
-trained. Without the sums each block replaces what the earlier ones found, and nothing of the input
-is left after the first.
+does the gradient on its way back. New parts have small weights and output little (step 08), so a
+deep stack starts close to doing nothing and can be trained. Without the sums each block replaces
+what came in: after the first, the stream no longer points the way of the input.
 
 The norm is a LayerNorm: it brings each position's vector to mean 0 and size 1, so that a part reads
 numbers of the same size wherever in the stack it stands. Only what a part reads is normalized
@@ -85,15 +85,15 @@ class BlockWithoutSums(Block):
 
 
 def measure(block_class: type[Block], depth: int = 24) -> tuple[list[float], float]:
-    """Send a random x through new blocks, and a random gradient of size 1 back.
+    """Send a random x through untrained blocks, and a random gradient of size 1 back.
 
     Returns how alike the stream and the input are, before the first block and after each one; and
     the size of the gradient that comes back. Alike is the cosine: 1 for the same direction, 0 for
-    nothing in common.
+    a right angle.
     """
     noise = generator(1, "step 05")
     blocks = nn.ModuleList(block_class(GPTConfig()) for _ in range(depth))
-    for name, p in blocks.named_parameters():
+    for name, p in blocks.named_parameters():  # small weights, as in step 08
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02, generator=noise)
         elif name.endswith("bias"):
@@ -114,7 +114,7 @@ def draw_picture(with_sums: list[float], without: list[float]) -> Path:
     axes = figure.subplots()
     axes.plot(with_sums, color=figures.COLOURS[0], label="with the sums")
     axes.plot(without, color=figures.COLOURS[1], linestyle="--", label="without")
-    figures.label(axes, "How much of the input is left in the stream", "after block", "likeness")
+    figures.label(axes, "How like the input the stream still is", "after block", "likeness")
     return figures.save(figure, __file__)
 
 
@@ -122,10 +122,10 @@ def main() -> int:
     alike, gradient = measure(Block)
     alike_without, _ = measure(BlockWithoutSums)
     draw_picture(alike, alike_without)
-    console.say("The stream's likeness to the input (1: the same; 0: nothing in common) after 24")
-    lost = abs(alike_without[-1])
-    console.say(f"new blocks is {alike[-1]:.2f} with the sums and {lost:.2f} without.")
-    console.say("Drawn to outputs/step_05.png: without sums, one block is enough to lose it.")
+    console.say("The stream's likeness to the input (1: same direction, 0: right angle) after 24")
+    without = abs(alike_without[-1])
+    console.say(f"untrained blocks is {alike[-1]:.2f} with the sums and {without:.2f} without.")
+    console.say("Drawn to outputs/step_05.png: without sums, one block is enough to turn it away.")
 
     noise = generator(1, "step 05", "checks")
     block = Block(GPTConfig(block_size=9, n_heads=3, d_model=12)).double()

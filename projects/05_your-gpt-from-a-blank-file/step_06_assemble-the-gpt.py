@@ -88,6 +88,7 @@ class GPT(nn.Module):
         logits = self.lm_head(self.norm_f(x))
         if targets is None:
             return logits, None
+        # F.cross_entropy takes one list of B·T positions: logits (B·T, V), targets (B·T,)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -104,8 +105,9 @@ def main() -> int:
         gpt2 = GPT(GPTConfig(block_size=1024, n_layers=12, n_heads=12, d_model=768), 50_257)
     rows = [[name, f"{count_parameters(part):,}"] for name, part in gpt2.named_children()]
     console.say(console.Table(["part of GPT-2", "numbers"], rows))
-    console.say(f"\nAll together {count_parameters(gpt2):,}: the head's matrix is the embedding's")
-    console.say("and counts once. Two thirds of the model are blocks, a third is the vocabulary.")
+    console.say(f"\nAll together {count_parameters(gpt2):,}: less than the sum of these lines, as")
+    console.say("lm_head is the matrix of token_embedding and counts once. Two thirds of the")
+    console.say("model are blocks, a third is the vocabulary.")
 
     V, T = 13, 7
     noise = generator(1, "step 06")
@@ -120,7 +122,7 @@ def main() -> int:
     checks.equal("GPT-2 small", count_parameters(gpt2), 124_439_808)
     checks.equal("shape of the logits", tuple(logits.shape), (2, T, V))
     p = logits.softmax(-1)
-    p_target = p.gather(-1, targets[:, :, None])  # at each position, that of its target
+    p_target = p.gather(-1, targets[:, :, None])  # of each position's V numbers, its target's
     checks.close("loss: mean of -log p", loss, -p_target.log().mean(), 1e-12)
     changed = idx.clone()
     changed[:, 4:] = (changed[:, 4:] + 1) % V  # other tokens from position 4 on

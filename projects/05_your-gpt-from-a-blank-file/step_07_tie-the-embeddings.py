@@ -1,14 +1,15 @@
 """Step 07: tie the embeddings.
 
 The embedding has a row for each token, and so has the head. GPT-2 uses one matrix for both (Press &
-Wolf 2017): tokens that mean the same have like rows, which suits reading them and predicting them.
-It also saves much: with GPT-2's vocabulary at width 128 and four layers, the matrix is about half
-of the untied model.
+Wolf 2017): tokens of similar meaning get similar rows, which helps in reading as well as in
+predicting them. It also saves much: in a small model with GPT-2's vocabulary, of width 128 and four
+layers, the two matrices would be nearly all of the model, and tying saves almost half of it.
 
 Tied means one tensor with two names, not two tensors with equal numbers. It is stored once, and its
 gradient is the sum of what it gets as embedding and as head. Several usual operations make two
 tensors of it, and PyTorch raises no error. The logits are the same at first, so nothing shows; then
-two matrices drift apart in training. check_tie() raises an error if the tie is lost.
+two matrices drift apart in training. check_tie() raises an error if the tie is lost. It can also
+look at a checkpoint before it is loaded: a file may hold two values for the one matrix.
 
     python step_07_tie-the-embeddings.py
 
@@ -38,8 +39,8 @@ GPTConfig = step_06.GPTConfig
 def check_tie(model: nn.Module, state: dict[str, torch.Tensor] | None = None) -> None:
     """Raise ValueError if embedding and head are not one tensor.
 
-    Or if `state`, a checkpoint about to be loaded, holds two different values for them. PyTorch
-    complains of neither. Two tensors drift apart in training; of two values, the last loaded wins.
+    It is also raised if `state`, a checkpoint about to be loaded, has two different values for the
+    one matrix: PyTorch would keep the last and say nothing.
     """
     embedding = model.token_embedding.weight
     head = model.lm_head.weight
@@ -82,11 +83,13 @@ def lose_the_tie() -> dict[str, GPT]:
     copied.lm_head.weight = nn.Parameter(copied.lm_head.weight.detach().clone())
     one_part = small_model()
     one_part.lm_head = copy.deepcopy(one_part.lm_head)
-    assigned = small_model()  # assign=True takes the checkpoint's tensors, one for each name
+    # assign=True makes the checkpoint's tensors the model's: one for each name, so two.
+    assigned = small_model()
     assigned.load_state_dict(checkpoint(small_model()), assign=True)
-    with torch.device("meta"):  # shapes without memory
+    # A model on "meta" has shapes and no memory. to_empty() gives memory to each name, so twice.
+    with torch.device("meta"):
         emptied = GPT(copied.cfg, copied.vocab_size)
-    emptied.to_empty(device="cpu")  # gives memory to each module, so two to the shared matrix
+    emptied.to_empty(device="cpu")
     emptied.load_state_dict(checkpoint(small_model()))
     return {
         "head copied from the embedding": copied,
@@ -108,7 +111,8 @@ def train_a_little(model: GPT, idx: torch.Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(20):
         optimizer.zero_grad()
-        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        _, loss = model(idx[:, :-1], idx[:, 1:])
+        loss.backward()
         optimizer.step()
 
 
@@ -119,14 +123,13 @@ def main() -> int:
     same = [torch.equal(model(idx)[0], tied(idx)[0]) for model in untied.values()]
     raised = [is_lost(model) for model in untied.values()]
     check_tie(tied)  # raises no error
-
     with_two = untied["head copied from the embedding"]
     for model in (tied, with_two):
-        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        _, loss = model(idx[:, :-1], idx[:, 1:])
+        loss.backward()
     as_embedding = with_two.token_embedding.weight.grad
     as_head = with_two.lm_head.weight.grad
     whole = tied.token_embedding.weight.grad
-
     rows = []
     for name, model in {"tied, as it should be": tied, **untied}.items():
         train_a_little(model, idx)

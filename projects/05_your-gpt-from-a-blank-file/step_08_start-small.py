@@ -7,16 +7,19 @@ no reason, and training must first undo that. So weights start small. How small?
 1. The last norm gives d numbers of size 1 (d is d_model).
 2. A logit is their sum, weighted by a row of the head. If weights have standard deviation σ, the
    logit is a random number z of variance d·σ².
-3. The loss is log Σ e^z minus the target's logit. The target's logit is 0 on average, and the mean
-   of e^z is e^(variance/2) for normally distributed z.
-4. So Σ e^z is about V · e^(d·σ²/2), and the first loss is ln V + d·σ²/2.
+3. The loss is log Σ e^z minus the target's logit, which is 0 on average.
+4. For normally distributed z the mean of e^z is e^(variance/2). So the sum over V tokens is about
+   V · e^(d·σ²/2), and the first loss is ln V + d·σ²/2.
 
 GPT-2 takes σ = 0.02 for every matrix; biases start at 0, the weights of norms at 1. For this
-chapter's model, d = 64 and V = 95, that is 4.55 + 0.01.
+chapter's model, d = 64 and V = 95, that is 4.554 + 0.013 = 4.57.
 
-PyTorch starts embeddings at σ = 1 instead. With the tied head, a token's vector then meets its own
-row: its logit is about d/√2 = 45, while those of other tokens are 0 on average. So the model is
-sure that the token just read comes again, and its first loss is 44.
+PyTorch starts embeddings at σ = 1 and other matrices small. The stream starts as the token's vector
+plus the position's, of variance 2, and the last norm divides it by √2. There the token's vector
+meets its own row in the tied head: d squares of size 1, divided by √2, a logit of about d/√2 = 45,
+while other tokens have 0 on average. So the model is sure that the token just read comes again, and
+its first loss is 44. (With σ = 1 in every matrix the blocks add so much that the token's vector is
+drowned, and the loss is 19.6: the model is sure of tokens at random.)
 
     python step_08_start-small.py
 
@@ -64,7 +67,7 @@ def first_loss_by_formula(vocab_size: int, d_model: int, std: float) -> float:
 
 @torch.no_grad()
 def first_loss(model: nn.Module) -> float:
-    """The loss on random tokens, as the mean over all V targets that a position could have."""
+    """The loss on random tokens: log Σ e^z minus the target's logit, and each token is a target."""
     idx = torch.randint(model.vocab_size, (64, 32), generator=generator(1, "first loss"))
     logits, _ = model(idx)
     return (logits.logsumexp(-1) - logits.mean(-1)).mean().item()
@@ -92,7 +95,8 @@ def draw_picture(losses: list[float], torchs: float) -> Path:
     formula = [first_loss_by_formula(V, D_MODEL, std) for std in small]
     axes.plot(small, formula, color=figures.COLOURS[0], label="ln V + d·σ²/2")
     axes.plot(STDS, losses, "o", color=figures.COLOURS[0], label="measured")
-    axes.plot(1.0, torchs, "s", color=figures.COLOURS[1], label=f"torch's own start: {torchs:.0f}")
+    own = f"torch's own start, σ = 1 in the embeddings alone: {torchs:.0f}"
+    axes.plot(1.0, torchs, "s", color=figures.COLOURS[1], label=own)
     axes.axhline(math.log(V), color="0.5", linestyle=":", label="ln V: every token equally likely")
     axes.set_xscale("log")
     axes.set_xticks(STDS, [str(std) for std in STDS])
@@ -105,8 +109,8 @@ def main() -> int:
     losses = [measured(std) for std in STDS]
     torchs = with_torchs_own_start()
     draw_picture(losses, torchs)
-    console.say(f"ln V = {math.log(V):.2f}. First loss with σ = 0.02: {losses[1]:.2f}; with σ = 1:")
-    console.say(f"{losses[-1]:.1f}; as torch starts the model: {torchs:.1f}.")
+    console.say(f"ln V = {math.log(V):.2f}. First loss with σ = 0.02: {losses[1]:.2f}; with σ = 1")
+    console.say(f"in every matrix: {losses[-1]:.1f}; as torch starts the model: {torchs:.1f}.")
     console.say("Drawn to outputs/step_08.png. The formula holds while logits are small.")
 
     checks = Checks()

@@ -3,15 +3,15 @@
 Step 08 started every matrix with the same σ. But not all matrices are alike: two in each layer
 write into the residual stream, attention's last one and the MLP's. L layers add 2L terms to the
 stream. A sum of 2L independent terms of one size is √(2L) times as large as one of them. So a deep
-stream grows, and what a late block adds counts for little beside it: in an unscaled model of 100
-layers the first block's gradient is 13 times the last block's.
+stream grows, and what a late block adds counts for little beside it. The gradients show it too: in
+an unscaled model of 100 layers the first block's is 13 times as large as the last block's.
 
 The remedy: the matrices that write start √(2L) times smaller, σ/√(2L) (Radford et al. 2019). Then
 the sum is equally large at any depth. Measured at width 128, from start to end: the stream grows
 1.8-fold with 2 layers and with 100; unscaled it grows 3-fold and 22-fold.
 
-init_parameters finds the writers by their class, ResidualWriter. Going by the name "proj" would
-miss a writer of another name: chapter 07's is called down_proj.
+init_parameters finds the writers by their class, ResidualWriter. A rule for names that end in
+".proj.weight" would miss a writer of another name: chapter 07's is "down_proj.weight".
 
     python step_09_scale-the-residual-writers.py
 
@@ -54,9 +54,9 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
     std="fan_in", which only chapter 07 uses, means 1/√(inputs of the matrix) instead of a number;
     embeddings then keep 0.02.
 
-    A start depends on the seed, the parameter's name and its shape, and on nothing else: two
-    models start with equal numbers in every parameter that they have in common (writers: at equal
-    depth). Raises TypeError for a parameter that no rule covers.
+    The random numbers depend on the seed, the parameter's name and its shape, and on nothing else:
+    models of equal depth start equal in every parameter that they have in common. Raises TypeError
+    for a parameter that no rule covers.
     """
     for name, p in model.named_parameters():  # a tied matrix comes once, as token_embedding.weight
         owner = name.rpartition(".")[0]  # "blocks.0.mlp.fc.weight" -> "blocks.0.mlp.fc"
@@ -67,9 +67,9 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
             nn.init.ones_(p)
         elif isinstance(module, nn.Linear | nn.Embedding):
             start = std
-            if std == "fan_in" and isinstance(module, nn.Embedding):
+            if std == "fan_in" and isinstance(module, nn.Embedding):  # chapter 07 alone
                 start = 0.02
-            elif std == "fan_in":
+            elif std == "fan_in":  # chapter 07 alone
                 start = module.in_features**-0.5
             if isinstance(module, ResidualWriter):
                 start /= math.sqrt(2 * model.cfg.n_layers)
@@ -83,7 +83,7 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
 
 
 def measure(n_layers: int, start: Callable, seed: int = 1) -> tuple[list[float], float]:
-    """Run a new model on random tokens, forward and back.
+    """Run an untrained model on random tokens, forward and back.
 
     Returns the size of its stream at the start and after each block; and how many times as large
     the first block's gradient is as the last block's.
@@ -92,7 +92,7 @@ def measure(n_layers: int, start: Callable, seed: int = 1) -> tuple[list[float],
     start(model, seed)
     idx = torch.randint(V, (4, 32), generator=generator(seed, "tokens"))
     targets = torch.randint(V, (4, 32), generator=generator(seed, "targets"))
-    x = model.embed(idx)
+    x = model.embed(idx)  # from here on as in GPT.forward(), with a look at x after each block
     sizes = [x.std().item()]
     for block in model.blocks:
         x = block(x)

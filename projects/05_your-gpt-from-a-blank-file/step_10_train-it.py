@@ -8,9 +8,9 @@ gradient; step 14 shows how it does that.
 That is all. The art is to know whether a loss is good. Three marks help:
 
 - guessing: every character equally likely, ln 95 = 4.55 nats;
-- a table of how often each character occurs in the training text: 3.41 nats;
-- a table of which character follows which: 2.56 nats. A model that looks at one character only can
-  hardly do better, so a model that gets below it looks further back.
+- a table of letters, how often each character occurs in the training text: 3.41 nats;
+- a table of pairs, which character follows which: 2.56 nats. A model that looks at one character
+  only can hardly do better, so a model that gets below it looks further back.
 
     python step_10_train-it.py
 
@@ -67,7 +67,7 @@ def loss_of_letter_table(corpus: data.Corpus) -> float:
     """
     counts = torch.bincount(corpus.train, minlength=corpus.vocab_size) + 1.0
     p = counts / counts.sum()
-    return -p[corpus.validation[1:]].log().mean().item()
+    return -p[corpus.validation[1:]].log().mean().item()  # p of each character that comes
 
 
 def loss_of_pair_table(corpus: data.Corpus) -> float:
@@ -75,8 +75,10 @@ def loss_of_pair_table(corpus: data.Corpus) -> float:
     V = corpus.vocab_size
     pairs = corpus.train[:-1] * V + corpus.train[1:]  # pair (a, b) is counted as number a·V + b
     counts = torch.bincount(pairs, minlength=V * V).view(V, V) + 1.0
-    p = counts / counts.sum(-1, keepdim=True)
-    return -p[corpus.validation[:-1], corpus.validation[1:]].log().mean().item()
+    p = counts / counts.sum(-1, keepdim=True)  # row a: how likely each character is after a
+    before = corpus.validation[:-1]
+    after = corpus.validation[1:]
+    return -p[before, after].log().mean().item()
 
 
 # ---------------------------------------------------------------- look at it
@@ -97,6 +99,7 @@ def main() -> int:
     corpus = data.load_corpus("docs", "char", GPTConfig().block_size)
     model = fresh_model(corpus, seed=1)
     losses = train_by_hand(model, corpus, steps=200, seed=1)
+    # the mean loss of the whole validation part; the settings name the device and the number format
     validation = training.evaluate(model, corpus.validation, training.TrainingSettings())
     guessing = math.log(corpus.vocab_size)
     letters = loss_of_letter_table(corpus)
@@ -115,6 +118,7 @@ def main() -> int:
 
     checks = Checks()
     checks.close("first loss: ln V", losses[0], guessing, 0.2)
+    # the same model and seed, trained by the loop that build.py uses
     twenty_steps = training.TrainingSettings(steps=20)
     shared = training.train(fresh_model(corpus, seed=1), corpus, twenty_steps, seed=1)
     ours = torch.tensor(losses[:20])

@@ -49,7 +49,7 @@ def generate(
 ) -> torch.Tensor:
     """Continue token ids (B, T) by max_new_tokens, each drawn from softmax(logits / temperature).
 
-    temperature 0 takes the likeliest token. top_k keeps the k likeliest; of equals, the lower ids.
+    temperature 0 takes the likeliest token. top_k keeps the k likeliest (lower ids if equal).
     The context is the last block_size tokens. Returns (B, T + max_new_tokens).
 
     Raises ValueError for a temperature below 0, a top_k below 1 or an empty context.
@@ -68,7 +68,7 @@ def generate(
             if top_k is not None:
                 order = logits.sort(dim=-1, descending=True, stable=True).indices
                 dropped = order[:, top_k:]  # all but the first k
-                logits = logits.scatter(-1, dropped, -math.inf)
+                logits = logits.scatter(-1, dropped, -math.inf)  # so that they are never drawn
             probabilities = F.softmax(logits / temperature, dim=-1)
             next_idx = torch.multinomial(probabilities, 1, generator=generator)
         idx = torch.cat((idx, next_idx), dim=1)
@@ -87,7 +87,7 @@ class SameLogits(nn.Module):
         self.cfg = step_10.GPTConfig(block_size=5)
 
     def forward(self, idx: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self.logits.expand(*idx.shape, -1), None
+        return self.logits.expand(*idx.shape, -1), None  # (B, T, V): repeated at each position
 
 
 def shares_drawn(logits: torch.Tensor, **dials) -> torch.Tensor:
@@ -98,7 +98,7 @@ def shares_drawn(logits: torch.Tensor, **dials) -> torch.Tensor:
 
 
 def write(model: nn.Module, corpus: data.Corpus, n: int, temperature: float) -> str:
-    context = corpus.validation[None, :32]
+    context = corpus.validation[None, :32]  # the text to go on from; it is not shown
     draws = generator(1, "sample")
     idx = generate(model, context, n, temperature, generator=draws)
     return corpus.tokenizer.decode(idx[0, 32:].tolist()).replace("\n", "↵")
@@ -142,7 +142,7 @@ def main() -> int:
     checks.equal("temperature 0: token 1", likeliest[1], torch.tensor(1.0))
     two = shares_drawn(logits, top_k=2)
     checks.equal("top_k = 2: tokens drawn", two.nonzero().flatten().tolist(), [1, 3])
-    checks.close("  token 1 : token 3 is e", two[1] / two[3], math.e, 0.1)
+    checks.close("  token 1 : token 3 is e", two[1] / two[3], math.e, 0.1)  # logits 2 and 1
     return checks.report()
 
 

@@ -10,12 +10,13 @@ from? It is learned from text, by counting (Sennrich et al. 2016):
 
 So frequent letters join first, then frequent syllables, then frequent words. The order in which
 pairs were learned is the rank by which step 01 joins them. Of pairs that are equally frequent, the
-one whose bytes come first is taken, so that everyone learns the same table.
+one with the lower byte values is taken, so that everyone learns the same table.
 
     python step_12_learn-the-byte-pairs.py
 
 draws outputs/step_12.png: the more pairs are learned, the more text a token holds. The 4,096 tokens
-of shared/bpe4k.tiktoken were learned so, in some minutes. Again, from the top folder:
+of shared/bpe4k.tiktoken were learned so, in some minutes. To write that file anew, from the top
+folder:
 
     python -c "from shared import chapters; chapters.load_step(5, 12).write_vocabulary()"
 """
@@ -40,8 +41,9 @@ from shared.checks import Checks
 def learn_merges(texts: Iterable[str], n_merges: int) -> list[bytes]:
     """The first n_merges joined pairs, as bytes, in the order in which they are learned.
 
-    A piece that occurs often is kept once, with its count. After a joining only the pieces that
-    hold the pair are counted anew; counting everything each time would take days.
+    The idea is the while loop: find the most frequent pair, write it down, join it. The rest saves
+    time, as counting everything after each joining would take days: each different piece is kept
+    once, with its count, and after a joining only the pieces that hold the pair are counted anew.
     """
     counter = Counter()
     for text in texts:
@@ -49,19 +51,19 @@ def learn_merges(texts: Iterable[str], n_merges: int) -> list[bytes]:
     pieces = [[bytes([b]) for b in piece.encode("utf-8")] for piece in counter]
     times = list(counter.values())  # how often each piece occurs
     pair_counts = Counter()
-    holders = defaultdict(set)  # for each pair, the pieces where it stands or has stood
+    holders = defaultdict(set)  # for each pair, the pieces that hold it or did so before
     for i, piece in enumerate(pieces):
         for pair in zip(piece, piece[1:]):
             pair_counts[pair] += times[i]
             holders[pair].add(i)
     merges = []
     while len(merges) < n_merges and pair_counts:
-        # the most frequent pair; of equals the one whose bytes come first
+        # the most frequent pair, so the least -count; of equals the one with the lower bytes
         best = min(pair_counts, key=lambda pair: (-pair_counts[pair], pair))
         if pair_counts[best] == 0:
             break  # nothing is left to join
         merges.append(best[0] + best[1])
-        for i in holders.pop(best):
+        for i in holders.pop(best):  # (one that no longer holds it stays as it is)
             for pair in zip(pieces[i], pieces[i][1:]):  # take the piece out of the counts,
                 pair_counts[pair] -= times[i]
             pieces[i] = join(pieces[i], best)
@@ -100,7 +102,9 @@ def write_vocabulary(vocab_size: int = 4096) -> None:
 
 
 def characters_per_token(texts: list[str], merges: list[bytes]) -> float:
-    ranks = {bytes([b]): b for b in range(256)} | {m: 256 + i for i, m in enumerate(merges)}
+    ranks = {}
+    for rank, token in enumerate([bytes([b]) for b in range(256)] + merges):
+        ranks[token] = rank
     encoding = tiktoken.Encoding(
         "learned", pat_str=data.BPE4K_PATTERN, mergeable_ranks=ranks, special_tokens={}
     )

@@ -9,9 +9,10 @@ tokens:
 - two norms in a layer, one at the end: 2C each;
 - tables of tokens and of positions: V·C and T·C.
 
-A layer is 12C² + 13C in all. So twice the layers makes the blocks twice as large, and twice the
-width four times. A large vocabulary weighs most in a small model. The number of heads changes
-nothing: it only says into how many parts attention's C numbers are cut, and must divide C.
+A layer is 12C² + 13C in all. With twice the layers the blocks are twice as large; with twice the
+width, four times. A large vocabulary weighs most in a small model: GPT-2 has V = 50,257, this
+chapter's characters only V = 95. The number of heads changes nothing: it only says into how many
+parts attention's C numbers are cut, and must divide C.
 
     python step_13_choose-the-sizes.py
 
@@ -89,7 +90,8 @@ def draw_picture(models: dict[str, GPTConfig], vocab_sizes: list[int]) -> Path:
         axes.barh(row, blocks, color=figures.COLOURS[0])
         axes.barh(row, tables, left=blocks, color=figures.COLOURS[4])
         axes.text(0.02, row, f"blocks {blocks:.0%}", color="white", va="center")
-    axes.set_yticks(range(len(models)), models)
+    names = [f"{name}, V = {vocab_size:,}" for name, vocab_size in zip(models, vocab_sizes)]
+    axes.set_yticks(range(len(models)), names)
     axes.invert_yaxis()
     figures.label(axes, "What a model's numbers are: blocks, or tables (yellow)", "share")
     return figures.save(figure, __file__)

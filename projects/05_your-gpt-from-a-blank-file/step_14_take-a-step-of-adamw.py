@@ -4,14 +4,15 @@ Step 10 left the moving of parameters to AdamW (Loshchilov & Hutter 2019). The s
 moves each parameter by its gradient times a learning rate. But gradients differ in size by factors
 of a thousand, between layers and over time: a rate that suits one doesn't suit another.
 
-AdamW keeps two running means for each parameter: m of its gradient, v of the gradient's square. It
-moves by m/√v. If the gradient keeps its sign, that is about 1, whatever its size; if it swings to
-and fro, m cancels out and the move is small. So the learning rate is about the most that a
-parameter moves in a step, and one rate suits all.
+AdamW keeps two running means for each parameter: m of its gradient, v of the gradient's square. In
+each step m keeps 0.9 of its old value and v 0.999; the rest is new. The parameter moves by the
+learning rate times m/√v. While the gradient keeps its sign and size, m/√v is about 1, for large
+gradients and for small ones; if the gradient swings to and fro, m cancels out and the move is
+small. So a parameter moves by about the learning rate at most, and one rate suits all.
 
-Both means start at 0 and would be too small at first; dividing them by 1 - 0.9^t and 1 - 0.999^t in
-step t mends that. The W is weight decay: besides, each step pulls every parameter a little
-towards 0.
+Both means start at 0, so at first they are too small. In step t they are therefore divided by
+1 - 0.9^t and 1 - 0.999^t. The W stands for weight decay: each step also pulls every parameter a
+little towards 0.
 
     python step_14_take-a-step-of-adamw.py
 
@@ -33,7 +34,7 @@ from shared.randomness import generator
 
 
 class AdamWByHand:
-    """AdamW for one tensor (algorithm 2 of the paper)."""
+    """AdamW for one tensor (Loshchilov & Hutter 2019, algorithm 2)."""
 
     def __init__(self, p: torch.Tensor, lr: float, weight_decay: float = 0.0):
         self.p = p
@@ -47,7 +48,7 @@ class AdamWByHand:
         self.t += 1
         self.m = 0.9 * self.m + 0.1 * gradient
         self.v = 0.999 * self.v + 0.001 * gradient**2
-        m = self.m / (1 - 0.9**self.t)  # as both began at 0
+        m = self.m / (1 - 0.9**self.t)  # both began at 0
         v = self.v / (1 - 0.999**self.t)
         self.p = self.p - self.lr * self.weight_decay * self.p
         self.p = self.p - self.lr * m / (v.sqrt() + 1e-8)
@@ -83,7 +84,7 @@ def path_of_adamw(n: int, lr: float) -> torch.Tensor:
 def draw_picture(paths: dict[str, torch.Tensor]) -> Path:
     figure = figures.new_figure(7, 3.6)
     axes = figure.subplots()
-    across, along = torch.meshgrid(
+    across, along = torch.meshgrid(  # a grid of points, for the lines of equal height
         torch.linspace(-0.6, 0.6, 80), torch.linspace(-1.2, 0.4, 80), indexing="ij"
     )
     axes.contour(along, across, height(torch.stack((along, across), -1)), 12, colors="0.85")
@@ -100,7 +101,7 @@ def main() -> int:
     draw_picture({"plain gradient steps": plain, "AdamW": adamw})
     console.say("How far from the lowest point along the valley, of 1.00 at the start:")
     left = [path[-1, 0].abs().item() for path in (plain, adamw)]
-    console.say(f"after 30 plain steps {left[0]:.2f}, after 30 of AdamW {left[1]:.2f} (past it).")
+    console.say(f"after 30 plain steps {left[0]:.2f}; after 30 of AdamW {left[1]:.2f}, beyond it.")
     console.say("The steep side allows plain steps no larger rate, and so the flat side waits.")
     console.say("Drawn to outputs/step_14.png.")
 
