@@ -44,7 +44,7 @@ ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning"
 SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined", "text_file"}
 REAL_MODEL = re.compile(r"test_37_(model|steps)|(test_step_holds|test_break_it).*\[37[-_]")
 BREAK_IT = re.compile(r"test_(\d\d)_break_it|test_break_it.*\[(\d\d)[-_]")
-READ = {37: 128}  # tokens that a patient of chapter 37 reads here; 256 where a person looks at one
+READ = {37: 64}  # tokens that a patient of chapter 37 reads here; 256 where a person looks at one
 LARGE = 2**18  # numbers, above which those that a file replaces are not drawn again
 
 
