@@ -412,6 +412,7 @@ last_signal = -math.inf
 def end(number: int, frame: object) -> None:
     """What a signal does: an exception on its way up stops the workers."""
     global last_signal
-    before, last_signal = last_signal, time.monotonic()
+    before = last_signal
+    last_signal = time.monotonic()
     if last_signal - before > PATIENCE:
         raise KeyboardInterrupt if number == signal.SIGINT else Ended

@@ -28,9 +28,8 @@ def new_figure(width: float, height: float) -> Figure:
 
     matplotlib is imported here, not above: worker processes never draw, and start sooner without.
     """
-    with (
-        warnings.catch_warnings()
-    ):  # its first import ever writes a font list, in the locale's encoding
+    with warnings.catch_warnings():
+        # Its first import ever writes a list of fonts, in the locale's encoding.
         warnings.simplefilter("ignore", EncodingWarning)
         from matplotlib.figure import Figure  # not pyplot: files only, no window, no display needed
 

@@ -107,7 +107,8 @@ def training_loss(patient: Patient) -> Reading:
     Red if it lies more than three times the width of their range from that range's middle.
     """
     ends = [history.train_loss for history in healthy_histories(patient.seed)]
-    lowest, highest = min(ends), max(ends)
+    lowest = min(ends)
+    highest = max(ends)
     loss = patient.trained[1].train_loss
     green = abs(loss - (lowest + highest) / 2) <= 3 * (highest - lowest)
     return Reading(f"{loss:.2f}, healthy {lowest:.2f} to {highest:.2f}", green, loss)

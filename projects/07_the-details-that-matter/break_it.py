@@ -106,7 +106,8 @@ def training_loss(patient: Patient) -> Reading:
     """
     starts = range(patient.seed, patient.seed + HEALTHY_STARTS)
     ends = [Patient(patient.seed, start).history.train_loss for start in starts]
-    lowest, highest = min(ends), max(ends)
+    lowest = min(ends)
+    highest = max(ends)
     loss = patient.history.train_loss
     green = abs(loss - (lowest + highest) / 2) <= 3 * (highest - lowest)
     return Reading(f"{loss:.2f}, healthy {lowest:.2f} to {highest:.2f}", green, loss)
