@@ -10,7 +10,7 @@ For example: token 0 chose the experts A and B, token 1 A, token 2 B, token 3 bo
     expert    A   A   A   A, idle    B   B   B   B, idle
     token     0   1   3   -          0   2   3   -
 
-Which row has token 3 in B's slice? Four steps lead there, and the code takes them in this order:
+In which row of B's slice does token 3 stand? Four steps lead there, and the code takes them, too:
 1. Three tokens chose A, and three chose B.
 2. A slice has a multiple of 8 rows, as a library needs time for each new shape. So both have 8.
 3. So A's slice begins at row 0, and B's at row 8.

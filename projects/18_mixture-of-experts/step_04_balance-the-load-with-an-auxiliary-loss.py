@@ -12,11 +12,11 @@ probability that the router gives to e, averaged over the batch. For example, E 
     expert 0 gets three of four      f = 3/4, 1/4    P = 0.6, 0.4    2 · (0.45 + 0.10) = 1.1
 
 The loss learns through P alone, as f is a count and has no gradient. It falls if the busy expert's
-P falls: with P = 0.5, 0.5 in the second row it would be 1. If k experts get everything, it is E/k.
+P falls: with P = 0.5, 0.5 in the second row it would be 1.0. Where k experts share all tokens and
+all probability evenly, it is E/k.
 
 What it can't see: with all logits 0 every P is 1/E, so the loss is 1, too. But ties go to the
 lowest numbers, and k experts get everything. So print the loads as well.
-
 This loss needs the logits. So the layer, GroupedMoE, returns them beside its output.
 
     python step_04_balance-the-load-with-an-auxiliary-loss.py
