@@ -127,6 +127,8 @@ def main() -> int:
     checks.between("of 50 tokens, sent elsewhere by a bias", moved, 5, 45)
     gates = logits.masked_fill(~chosen, -torch.inf).softmax(-1)
     checks.close("gates: softmax over the chosen, no bias", weight, gates, 1e-6)
+    trained = [name for name, _ in moe.named_parameters() if "bias" in name]
+    checks.equal("biases that the optimizer sees", trained, [])
     return checks.report()
 
 
