@@ -5,8 +5,8 @@ A router: one matrix that gives each token a score for each expert. The k best e
 token, and their outputs are added, each times its share: its gate.
 
 Three questions about these few lines decide whether a router works:
-- Is the softmax taken over all experts or over the chosen ones? It makes no difference, as long as
-  the gates of the chosen are divided by their sum.
+- Is the softmax taken over all experts or over the chosen ones? It makes no difference if the gates
+  are divided by their sum: both ways, a gate is e^score over the sum of e^score of the chosen.
 - Who wins a tie? Here the lowest number. torch.topk promises nothing, so another device may choose
   other experts, and a router that starts at zero has nothing but ties.
 - May a token have a single expert, k = 1? Not with these gates: one probability divided by itself
@@ -59,7 +59,7 @@ def router_gradient(k: int, divide: bool) -> float:
     draw = generator(1, "step_01", "gradient")
     router = torch.randn(5, 12, generator=draw).requires_grad_()
     x = torch.randn(64, 12, generator=draw)
-    losses = torch.randn(64, 5, generator=draw)  # made up: of each token with each expert alone
+    losses = torch.randn(64, 5, generator=draw)  # made up: what each expert alone would cost
     probabilities, gates = route(x, router, k)
     if not divide:
         gates = probabilities * (gates > 0)
@@ -88,8 +88,8 @@ def main() -> int:
     x = torch.randn(10, 12, generator=draw)
     router = 0.4 * torch.randn(5, 12, generator=draw)
     probabilities, gates = route(x, router, k=2)
-    console.say(f"In {draw_picture(probabilities, gates)}")
-    console.say("each token has two numbers, where its column is darkest. They sum to 1.")
+    console.say(f"The picture is {draw_picture(probabilities, gates)}.")
+    console.say("Each token has two numbers, where its column is darkest. They sum to 1.")
     console.say()
 
     rows = []

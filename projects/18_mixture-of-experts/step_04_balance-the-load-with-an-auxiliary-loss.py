@@ -5,14 +5,19 @@ So a few experts may end up with most tokens. To prevent it, a little of this is
 
     balance loss = E · Σ f_e · P_e
 
-Over a batch, f_e is the part of all choices that fall on expert e, and P_e is the mean of its
-probability. A count has no gradient, so f only says who is too busy, and the gradient lowers P
-there. If all experts get the same, f = P = 1/E, and the loss is 1. If k of them get all, it is E/k.
+f_e is the load of expert e: the part of all choices in a batch that fall on it. P_e is the
+probability that the router gives to e, averaged over the batch. For example, E = 2 and k = 1:
 
-What it can't see: with all logits 0 every P is 1/E, so the loss is a perfect 1. But ties go to the
-lowest numbers, and k experts get everything. So print the loads, too.
+    tokens shared evenly             f = 1/2, 1/2    P = 0.5, 0.5    2 · (0.25 + 0.25) = 1.0
+    expert 0 gets three of four      f = 3/4, 1/4    P = 0.6, 0.4    2 · (0.45 + 0.10) = 1.1
 
-The loss needs the logits. So the layer returns them beside its output, and who was chosen.
+The loss learns through P alone, as f is a count and has no gradient. It falls if the busy expert's
+P falls: with P = 0.5, 0.5 in the second row it would be 1.0. Where k experts share all tokens and
+all probability evenly, it is E/k.
+
+What it can't see: with all logits 0 every P is 1/E, so the loss is 1, too. But ties go to the
+lowest numbers, and k experts get everything. So print the loads as well.
+This loss needs the logits. So the layer, GroupedMoE, returns them beside its output.
 
     python step_04_balance-the-load-with-an-auxiliary-loss.py
 
@@ -36,21 +41,18 @@ from shared.randomness import generator
 
 modern = chapters.load_build(7)
 top_k_mask = chapters.load_step(18, 1).top_k_mask
+random_moe = chapters.load_step(18, 3).random_moe
 dispatch = chapters.load_step(18, 11).dispatch  # step 03's; on some GPUs in one call
 
 # ---------------------------------------------------------------- the idea
 
 
 def switch_balance_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """E · Σ f_e · P_e over the experts (Fedus et al. 2022, eq. 4) of one layer's logits (N, E).
-
-    f_e is the part of the N · k choices that fall on expert e, P_e its mean probability. At balance
-    the loss is 1 for any k. (Mixtral's doesn't divide f by k, and is k at balance.)
-    """
+    """E · Σ f_e · P_e over the experts (Fedus et al. 2022, eq. 4) of one layer's logits (N, E)."""
     n_experts = logits.shape[-1]
     probabilities = logits.softmax(-1)
     chosen = top_k_mask(probabilities, top_k).float()  # (N, E)
-    f = chosen.mean(0) / top_k  # (E,)
+    f = chosen.mean(0) / top_k  # (E,): sums to 1, as each token makes k choices
     P = probabilities.mean(0)  # (E,)
     return n_experts * (f * P).sum()
 
@@ -68,12 +70,12 @@ class Routing(NamedTuple):
 
 
 class GroupedMoE(modern.MoE):
-    """Chapter 07's MoE with a dispatch for its loop, and a second output: what the router did.
+    """Chapter 07's MoE, dispatched in groups, that also returns what the router did.
 
     Another router overrides decide(). ValueError for k = 1 with gates that sum to 1 (step 01).
     """
 
-    causal = True  # whether exchanging later tokens for others leaves a token's output as it is
+    causal = True  # whether a token's output stays as it is if later tokens change (step 06)
     renormalizes = True  # whether a token's gates sum to 1
 
     def __init__(self, cfg: modern.ModernConfig):
@@ -114,8 +116,9 @@ def row_of(name: str, logits: torch.Tensor, k: int) -> list[str]:
 
 def main() -> int:
     # Logits of 480 tokens, (480, 6) each.
-    one_in_turn = 9 * torch.eye(6).repeat(80, 1)  # token 0 wants expert 0, ... token 6 expert 0
-    in_turn = one_in_turn + one_in_turn.roll(1, dims=1)  # and the next expert as much
+    one_in_turn = 9 * torch.eye(6).repeat(80, 1)  # token 0 wants expert 0, token 1 expert 1, ...
+    next_in_turn = one_in_turn.roll(1, dims=1)  # token 0 wants expert 1, token 1 expert 2, ...
+    in_turn = one_in_turn + next_in_turn
     favour = torch.tensor([3.0, 2.0, 0.0, 0.0, 0.0, -2.0])
     skewed = favour + torch.randn(480, 6, generator=generator(1, "step_04"))
     two_take_all = torch.tensor([40.0, 40.0, 0.0, 0.0, 0.0, 0.0]).expand(480, 6)
@@ -130,17 +133,14 @@ def main() -> int:
     console.say(console.Table(headers, rows))
     console.say("\nLook at the last row: its balance loss is as good as the first one's, and two")
     console.say("experts have all tokens. (MaxVio: the largest load over the mean load, minus 1.)")
-    # Three tokens tie, so they go to expert 0; the fourth is sure of expert 1.
-    below = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 60.0]])
-    lowest = switch_balance_loss(below, 1)
-    console.say(f"1 isn't the least: with f = (3/4, 1/4), P = (3/8, 5/8) it is {lowest:.3f}.")
 
     checks = Checks()
     checks.close("balanced: 1", switch_balance_loss(in_turn, 2), 1, 1e-6)
     checks.close("two of six take all: 6 / 2", switch_balance_loss(two_take_all, 2), 3, 1e-5)
-    checks.close("all logits zero: 1", switch_balance_loss(zero, 2), 1, 1e-6)
-    checks.close("the example below 1: 7/8", lowest, 0.875, 1e-6)
+    three_of_four = torch.tensor([[0.7, 0.3], [0.7, 0.3], [0.7, 0.3], [0.3, 0.7]])
+    checks.close("the example above: 1.1", switch_balance_loss(three_of_four.log(), 1), 1.1, 1e-6)
     moe = GroupedMoE(modern.ModernConfig(d_model=12, n_heads=1, d_hidden=7, n_experts=5, top_k=2))
+    moe.load_state_dict(random_moe(5, 2, 12, 7).state_dict())
     x = torch.randn(3, 11, 12, generator=generator(1, "step_04", "x"))
     checks.close("the layer computes chapter 07's", moe(x)[0], modern.MoE.forward(moe, x), 1e-5)
     return checks.report()

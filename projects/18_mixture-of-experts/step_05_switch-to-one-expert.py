@@ -8,11 +8,12 @@ slice must be fixed ahead. The fair share of an expert is N / E tokens; its capa
 the capacity factor. The expert serves tokens in their order until it is full. The others are
 dropped: the layer's output for them is zero, and only the residual stream goes on.
 
-Who is dropped? Those who come late in the batch. And what a token gets depends on its company: on
-the tokens before it, and on how many tokens there are, since the capacity grows with N. That is
-acceptable in training. In generation it is not: a token would get another answer in another batch.
-So only training drops. model.eval(), which evaluation and generate() use, serves every token, and
-then its output depends on nothing but itself.
+For example, 6 tokens, 3 experts and the factor 1: the capacity is 6 / 3 = 2. If all six want expert
+1, tokens 0 and 1 are served, and 2 to 5 are dropped.
+
+Only training drops. In evaluation and in generation, after model.eval(), every token is served.
+Otherwise the same token would get another answer in another batch: with other tokens before it,
+or with another number of tokens, since the capacity grows with it.
 
     python step_05_switch-to-one-expert.py
 
@@ -121,8 +122,8 @@ def draw_picture(x: torch.Tensor) -> Path:
 
 def main() -> int:
     x = torch.randn(6, 40, 12, generator=generator(1, "step_05"))
-    console.say(f"In {draw_picture(x)}")
-    console.say("the dark tokens are dropped. They come late in the batch; sequence 0 loses none.")
+    console.say(f"The picture is {draw_picture(x)}.")
+    console.say("The dark tokens are dropped. They come late in the batch; sequence 0 loses none.")
 
     checks = Checks()
     checks.equal("capacity: 1.1 · 50 / 5 is 11, not 12", expert_capacity(50, 5, 1, 1.1), 11)
@@ -135,8 +136,10 @@ def main() -> int:
     dropped = make(1.0, n_experts=3)(torch.ones(6, 12))[0][2:]
     checks.equal("what is dropped gets zero", dropped, torch.zeros(4, 12))
     switch = make(1.0).eval()
-    alone = torch.cat([switch(token[None])[0] for token in x.flatten(0, 1)])
-    checks.close("in evaluation: alone as in company", switch(x)[0].flatten(0, 1), alone, 1e-5)
+    tokens = x.flatten(0, 1)
+    together, _ = switch(tokens)
+    alone = torch.cat([switch(token[None])[0] for token in tokens])
+    checks.close("in evaluation: alone as in company", together, alone, 1e-5)
     return checks.report()
 
 

@@ -10,8 +10,8 @@ layer isn't causal. In training it sees what it should predict; in generation th
 
 A gradient can't find this leak: choosing has no gradient. So exchange one token and look which
 outputs change. A causal layer only changes the exchanged token's output and later ones. The page
-does this with expert choice and with another leak: a Switch whose full experts keep the tokens that
-want them most, wherever they stand.
+does this with expert choice, and with a Switch that leaks as well: its full experts keep the tokens
+that want them most, wherever they stand.
 
     python step_06_let-experts-choose-tokens.py
 
@@ -72,7 +72,7 @@ class DropByScore(SwitchMoE):
         wanted = probabilities * top_k_mask(probabilities, 1)
         capacity = expert_capacity(n_tokens, n_experts, 1, self.capacity_factor)
         by_expert = top_k_mask(wanted.t(), capacity)  # (E, N)
-        chosen = by_expert.t() & (wanted > 0)
+        chosen = by_expert.t() & (wanted > 0)  # an expert with room to spare takes no others
         return probabilities * chosen, chosen
 
 
@@ -102,7 +102,7 @@ def influence(moe: nn.Module, x: torch.Tensor, trials: int = 8) -> torch.Tensor:
 
 
 def draw_picture(maps: dict[str, torch.Tensor]) -> Path:
-    """A map for each router: grey if a token acts on itself or later ones, red on earlier."""
+    """A map for each router: grey where a token changes itself or later ones, red earlier ones."""
     figure = figures.new_figure(10, 3)
     panels = figure.subplots(1, len(maps), sharey=True)
     for axes, (name, changed) in zip(panels, maps.items()):
@@ -126,8 +126,8 @@ def main() -> int:
         "expert choice": influence(choice, x),
     }
     leaks = {name: int(changed.triu(1).sum()) for name, changed in maps.items()}
-    console.say(f"In {draw_picture(maps)}")
-    console.say("red is a leak: an output that changes with a later token. Grey is none: the")
+    console.say(f"The picture is {draw_picture(maps)}.")
+    console.say("Red is a leak: an output that changes with a later token. Grey is none: the")
     console.say("token itself, or earlier ones that took the places. Red squares by panel:")
     console.say()
     console.say(console.Table(["router", "leaks"], [[name, str(n)] for name, n in leaks.items()]))

@@ -1,8 +1,8 @@
 """Step 07: balance without a loss.
 
 The balance loss of step 04 pulls at the router's logits, and so at what the model learns. Here is a
-way that leaves the logits alone. Each expert gets a bias, a number like a handicap in a race. It is
-added to the probabilities when experts are chosen, and to nothing else: the gates don't see it.
+way that leaves the logits alone. Each expert gets a bias, a number of its own. It is added to the
+probabilities when experts are chosen, and to nothing else: the gates don't see it.
 After each batch the bias of an expert with more tokens than the mean goes down by a fixed step, and
 that of an expert with fewer goes up. The loads even out by themselves.
 
@@ -109,8 +109,8 @@ def main() -> int:
     loads = {speed: run(make(speed)) for speed in (0.0, 0.003, 0.1)}
     rows = [[f"{speed:g}", f"{unevenness(parts):.2f}"] for speed, parts in loads.items()]
     console.say(console.Table(["speed", "MaxVio, last 100 batches"], rows))
-    console.say(f"\nIn {draw_picture(loads)}")
-    console.say("a band is an expert, and equal bands are balance. The last panel swings.")
+    console.say(f"\nThe picture is {draw_picture(loads)}.")
+    console.say("A band is an expert, and equal bands are balance. The last panel swings.")
 
     checks = Checks()
     gain = unevenness(loads[0.003]) / unevenness(loads[0.0])

@@ -1,23 +1,25 @@
 """Step 08: put experts in the block.
 
-Now the layers become a model. Two things change in chapter 07's GPT. Its block makes a sparse layer
-where the MLP was, and returns the layer's Routing beside x: the residual stream, which attention
-and experts add to. The model collects one Routing from each block.
+Now the layers become a model: chapter 07's GPT, with a sparse layer where each block had its MLP.
 
-Who wants the Routing? Training does, for the balance loss or the bias. Evaluation and generation
-don't. So forward() stays what it was: logits, and the cross-entropy with nothing added. A second
-method, forward_with_routing(), returns the Routings too. The balance loss is added where the model
-is trained, so that no loss that is reported ever contains it.
+A sparse layer returns two things, its output and its Routing (step 04). The output is added to the
+residual stream, as ever. The Routing has to get out of the model: training needs it for the balance
+loss or the bias. So the block hands it on, and the model collects one from each block:
+
+    block(x)                         x, routing
+    model(idx, targets)              logits, loss
+    model.forward_with_routing(...)  logits, loss, [routing of block 0, routing of block 1]
+
+Evaluation and generation call model(...), as in chapter 07. In both calls the loss is the
+cross-entropy alone: the balance loss is added in training, so no reported loss contains it.
 
     python step_08_put-experts-in-the-block.py
 
-builds three models, and prints what each stores and what a token uses. Step 13 makes such a model
-out of a trained dense one.
+builds three models, and prints what each stores and what a token uses.
 
 Shapes: B batch, T positions, C = d_model, N = B · T tokens, E experts, V = vocab_size.
 """
 
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +71,7 @@ class SparseBlock(modern.ModernBlock):
 
 
 class SparseGPT(modern.ModernGPT):
-    """Chapter 07's GPT of sparse blocks: forward() as ever, forward_with_routing() tells more."""
+    """Chapter 07's GPT of sparse blocks, which can also return what its routers did."""
 
     def make_block(self, cfg: SparseConfig) -> nn.Module:
         return SparseBlock(cfg)
@@ -115,11 +117,12 @@ def active_parameters(model: nn.Module) -> int:
 
 def main() -> int:
     cfg = SparseConfig()
-    # One expert of width 170 for two of 85, and half as many: the same sizes.
+    # Two experts of width 85, or one of width 170 = 2 · 85: both cost a token as much.
     switch = replace(cfg, router_type="switch", top_k=1, n_experts=4, d_hidden=170)
     dense = modern.ModernGPT(replace(cfg, mlp_type="swiglu", d_hidden=170), vocab_size=95)
     sparse = SparseGPT(cfg, vocab_size=95)
-    models = {"dense": dense, "top-2 of 8": sparse, "Switch, 1 of 4": SparseGPT(switch, 95)}
+    one_of_four = SparseGPT(switch, vocab_size=95)
+    models = {"dense": dense, "top-2 of 8": sparse, "Switch, 1 of 4": one_of_four}
     idx, targets = torch.randint(95, (2, 4, 32), generator=generator(1, "step_08"))
     rows = []
     for name, model in models.items():
@@ -129,14 +132,12 @@ def main() -> int:
         rows.append([name, f"{stored:,}", f"{active_parameters(model):,}", f"{loss:.2f}"])
     console.say(console.Table(["model", "stored", "active", "first loss"], rows))
     console.say("\nCompare stored and active: the sparse models store 2.8 times the dense one, but")
-    console.say("a token uses about as much; the routers come on top. All start near guessing,")
-    console.say(f"ln 95 = {math.log(95):.2f} nats.")
+    console.say("a token uses about as much; the routers come on top.")
 
     checks = Checks()
     logits, loss, routings = sparse.forward_with_routing(idx, targets)
     cross_entropy = F.cross_entropy(logits.transpose(1, 2), targets)
     checks.close("the loss is the cross-entropy alone", loss, cross_entropy, 1e-6)
-    checks.equal("forward(): the same logits", sparse(idx)[0], logits)
     shapes = [tuple(routing.logits.shape) for routing in routings]
     checks.equal("a Routing for each layer: its logits", shapes, [(128, 8), (128, 8)])
     dense_size = gpt.count_parameters(dense)

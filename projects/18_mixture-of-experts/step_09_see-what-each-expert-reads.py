@@ -107,7 +107,11 @@ def main() -> int:
     totals = torch.bincount(corpus.validation[:-1], minlength=corpus.vocab_size)
     rows = []
     for e, best in enumerate(favourites(counts[-1], totals)):
-        names = [f"{corpus.tokenizer.decode([i])!r} {part:.0%}" for i, part in best if part > 0.005]
+        names = []
+        for i, part in best:
+            if part > 0.005:
+                character = corpus.tokenizer.decode([i])
+                names.append(f"{character!r} {part:.0%}")
         rows.append([str(e), ", ".join(names)])
     console.say("Top-2 of 8 experts after 60 steps, last layer:")
     console.say()
@@ -120,6 +124,7 @@ def main() -> int:
     console.say("and some was learned. It says who reads what, not what an expert computes.")
     common = totals.topk(24).indices
     parts = counts[-1, common].T / totals[common]
+    # repr() writes a line break as '\\n'; [1:-1] takes the quotes away.
     names = [repr(corpus.tokenizer.decode([i]))[1:-1] for i in common.tolist()]
     console.say(f"The picture, with all experts, is {draw_picture(parts, names)}.")
 

@@ -17,9 +17,13 @@ of the two is the other's backward pass.
 
 prints a small example. Step 03 uses both.
 
-Shapes: N tokens, C channels, R rows, M pairs of a token and a row of its own. Step 03's numbers say
-which belong together: token (R,) is the token of each row, place (M,) the row of each pair, first
-(N,) the number of each token's first pair.
+Three lists say which belong together. For rows that hold tokens 0, 2, 1, 2:
+
+    token   0 2 1 2    the token of each row
+    place   0 2 1 3    the rows, sorted by token: token 0's, token 1's, the two of token 2
+    first   0 1 2      where in place each token's rows begin
+
+Shapes: N tokens, C channels, R rows; token (R,), first (N,), place (M,): M rows are in use.
 """
 
 import sys
@@ -58,8 +62,9 @@ class Spread(torch.autograd.Function):
 class Collect(torch.autograd.Function):
     """rows (R, C) -> (N, C): for each token the sum of its rows. Its gradient is Spread.
 
-    embedding_bag sums groups of unequal size: group n is rows[place[first[n] : first[n + 1]]].
-    Going back, idle rows get the gradient of token 0; their gate is 0, so it comes to nothing.
+    embedding_bag sums groups of unequal size: group n is what place names from first[n] up to
+    first[n + 1]. Going back, idle rows get the gradient of token 0; their gate is 0, so it comes
+    to nothing.
     """
 
     @staticmethod
@@ -78,9 +83,9 @@ class Collect(torch.autograd.Function):
 
 def main() -> int:
     tokens = torch.tensor([[1.0], [10.0], [100.0]])  # three tokens of one channel
-    token = torch.tensor([0, 2, 1, 2])  # rows 0 to 3 hold tokens 0, 2, 1, 2
-    place = torch.tensor([0, 2, 1, 3])  # token 0 is in row 0, token 1 in row 2, token 2 in 1 and 3
-    first = torch.tensor([0, 1, 2])  # where each token's rows begin in place
+    token = torch.tensor([0, 2, 1, 2])
+    place = torch.tensor([0, 2, 1, 3])
+    first = torch.tensor([0, 1, 2])
     rows = Spread.apply(tokens, token, place, first)
     sums = Collect.apply(rows, token, place, first)
     table = [

@@ -56,8 +56,7 @@ def grouped_product_fits(
 def grouped_experts(experts: nn.ModuleList, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """down(silu(gate(row)) · up(row)) in the dtype of rows (R, C) -> (R, C).
 
-    An expert without rows gets a slice of zeros: on capability 10 F.grouped_mm gave the weights of
-    empty slices gradients that are not zero (pytorch issue 172439).
+    An expert without rows gets a slice of zeros, because of the trap above.
     """
     zeros = rows.new_zeros(SLICE_ROWS, rows.shape[1])
     slices = [part if len(part) else zeros for part in rows.split(sizes)]
@@ -66,7 +65,7 @@ def grouped_experts(experts: nn.ModuleList, rows: torch.Tensor, sizes: list[int]
     ends = torch.tensor(filled, device=x.device).cumsum(0, dtype=torch.int32)  # where slices end
 
     def product(x: torch.Tensor, name: str) -> torch.Tensor:
-        weights = torch.stack([getattr(expert, name).weight for expert in experts])
+        weights = torch.stack([getattr(expert, name).weight for expert in experts])  # (E, out, in)
         return F.grouped_mm(x, weights.to(x.dtype).transpose(1, 2), offs=ends)
 
     hidden = F.silu(product(x, "gate_proj")) * product(x, "up_proj")
@@ -132,8 +131,9 @@ def main() -> int:
     theirs = torch.autograd.grad(loop.sum(), (x, *parameters))
     gap = max((a - b).abs().max().item() for a, b in zip(ours, theirs))
     checks.close("gradients: the largest difference", gap, 0.0, 1e-3)
-    of_idle = (*ours[4:7], *ours[10:13])  # after x, three matrices an expert: experts 1 and 3
-    idle = max(g.abs().max().item() for g in of_idle)
+    of_expert_1 = ours[4:7]  # ours[0] is x's; then three matrices for each expert
+    of_expert_3 = ours[10:13]
+    idle = max(g.abs().max().item() for g in of_expert_1 + of_expert_3)
     checks.equal("experts without tokens: gradient", idle, 0.0)
     return checks.report()
 

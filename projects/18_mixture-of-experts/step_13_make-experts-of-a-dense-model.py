@@ -41,7 +41,7 @@ active_parameters = chapters.load_step(18, 8).active_parameters
 def upcycle(dense: modern.ModernGPT, cfg: SparseConfig, seed: int) -> SparseGPT:
     """A sparse model whose experts are all copies of the dense one's MLPs, of the same width."""
     sparse = SparseGPT(cfg, dense.vocab_size)
-    gpt.init_parameters(sparse, seed, cfg.init_std)  # for the routers, which are new
+    gpt.init_parameters(sparse, seed, cfg.init_std)  # only the routers will keep these numbers
     state = sparse.state_dict()
     for name, value in dense.state_dict().items():
         if ".mlp." not in name:

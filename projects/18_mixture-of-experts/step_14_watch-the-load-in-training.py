@@ -6,8 +6,8 @@ balancing, with the balance loss of step 04, and with the bias of step 07. Every
 how many tokens each expert gets.
 
 Training minimises the cross-entropy plus a weight times the balance loss. That is computed for each
-layer alone, and then averaged: expert 3 of layer 1 and expert 3 of layer 2 have nothing in common,
-and together two lopsided layers could look balanced.
+layer alone, and then averaged. If one layer used only experts 0 to 3, and the next only 4 to 7, the
+two together would look balanced, and neither is.
 
     python step_14_watch-the-load-in-training.py
 
@@ -46,7 +46,8 @@ def training_loss(model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) ->
     _, cross_entropy, routings = model.forward_with_routing(idx, targets)
     balance = [switch_balance_loss(routing.logits, model.cfg.top_k) for routing in routings]
     mean = torch.stack(balance).mean()
-    return cross_entropy + model.cfg.balance_weight * mean, cross_entropy, routings
+    minimised = cross_entropy + model.cfg.balance_weight * mean
+    return minimised, cross_entropy, routings
 
 
 def after_step(model: nn.Module, routings: list) -> None:
