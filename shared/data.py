@@ -234,7 +234,9 @@ class Corpus:
 
         They have a token and keep their start; the model is asked for them all the same.
         """
-        return len(set(self.validation.unique().tolist()) - set(self.train.unique().tolist()))
+        in_training = self.train.bincount(minlength=self.vocab_size) > 0
+        in_validation = self.validation.bincount(minlength=self.vocab_size) > 0
+        return int((in_validation & ~in_training).sum())
 
     # Between processes a corpus travels as plain bytes: tensors would go through shared memory,
     # which is small in containers.
