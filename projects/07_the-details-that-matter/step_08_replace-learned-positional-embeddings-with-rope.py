@@ -7,10 +7,9 @@ and reads each pair (x0, x1) as the tip of a clock hand. The hand turns by its s
 position. Keys turn in the same way. Each pair has a speed of its own: the fastest comes round again
 after about six tokens, so it hardly tells position 7 from 1. A slow hand tells them apart.
 
-A score is a sum over the pairs. Each pair has two hands, the query's and the key's. It adds the
-product of their lengths, times the cosine of the angle between them. Move both tokens five positions
-on: both hands turn by the same extra angle, and the angle between them stays. So positions enter a
-score only as the distance between the tokens.
+A score is a sum over the pairs. Each pair adds the length of the query's hand times the length of
+the key's hand times the cosine of the angle between them. Move both tokens five positions on: both
+hands turn by the same extra angle, so the angle between them stays. So only the distance counts.
 
     python step_08_replace-learned-positional-embeddings-with-rope.py
 

@@ -8,8 +8,7 @@ was. The layer holds four times the weights of that MLP, and a token costs twice
 
 The router is one matrix. It gives each expert a score, and a softmax makes the scores into shares.
 The k largest shares are kept and divided by their sum. These are the gates; they weigh the outputs.
-As the gates are factors of the output, the gradient reaches the router through them, and it learns
-too: an expert that helps gets a larger share next time.
+Through these factors the gradient reaches the router: an expert that helps gets a larger share.
 
     python step_09_make-the-mlp-sparse-with-experts.py
 

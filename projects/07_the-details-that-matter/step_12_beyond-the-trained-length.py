@@ -94,7 +94,7 @@ def main() -> int:
     console.say()
     console.say(console.Table(["positions", *map(str, LENGTHS)], rows))
     console.say(f"\npicture: {draw_picture(means)}")
-    console.say("Look at the line of RoPE: it starts lowest. At 64 it is hardly higher, at 128 it is.")
+    console.say("Look at the line of RoPE: it starts lowest, and by 128 it has risen.")
     console.say()
 
     rope = runs["rope"]
