@@ -37,7 +37,7 @@ relu2 = step_06.relu2
 
 # ---------------------------------------------------------------- the idea
 
-# The plain MLP's; a new one is one more entry. Step 06 writes F.gelu and F.silu by hand.
+# Activations of the plain MLP; a new one is one more entry. F.gelu is gelu of step 06.
 ACTIVATIONS = {"gelu": F.gelu, "relu2": relu2}
 DENSE_MLP_TYPES = (*ACTIVATIONS, "swiglu")
 

@@ -12,7 +12,7 @@ Through these factors the gradient reaches the router: an expert that helps gets
 
     python step_09_make-the-mlp-sparse-with-experts.py
 
-draws outputs/step_09.png. Chapter 18: what goes wrong, and how to make it fast.
+draws outputs/step_09.png. Chapter 18 shows what goes wrong, and how to make it fast.
 Shapes: N tokens, C = d_model, E = n_experts, k = top_k.
 """
 
