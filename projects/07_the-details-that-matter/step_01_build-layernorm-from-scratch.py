@@ -8,9 +8,10 @@ learns, so it may choose another size where it needs one.
 
 The backward pass follows from two things that don't change the output. Add 1 to every entry of x:
 the mean moves along, and y stays. So the gradient has no part in the direction (1, 1, ..., 1). That
-part of a vector is its mean, so we subtract the mean. Make x twice as large: the mean and the
-standard deviation double, and y stays. So the gradient has no part along the normalized x either,
-and we subtract that part too. These are the two means in the backward pass.
+part of a vector is its mean, so we subtract the mean. Now stretch x: make each entry's distance
+from the mean twice as large. The standard deviation doubles, and y stays. The stretch moves x along
+the normalized x. So the gradient has no part in that direction either, and we subtract that part
+too. These are the two means in the backward pass.
 
     python step_01_build-layernorm-from-scratch.py
 

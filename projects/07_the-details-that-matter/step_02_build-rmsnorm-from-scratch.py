@@ -100,8 +100,8 @@ def main() -> int:
     checks.close("dL/dx: as nn.RMSNorm", dx, reference, 1e-13)
 
     centred = x - x.mean(-1, keepdim=True)
-    same = LayerNorm(5).double()(x)
-    checks.close("x of mean 0: norms agree", RMSNorm(5).double()(centred), same, 1e-12)
+    by_layernorm = LayerNorm(5).double()(x)
+    checks.close("x of mean 0: norms agree", RMSNorm(5).double()(centred), by_layernorm, 1e-12)
     checks.close("30,000 in float16 gives 1", norm(large), torch.ones(768), 0)
     return checks.report()
 

@@ -83,7 +83,7 @@ class NormGPT(gpt.GPT):
 
 @torch.no_grad()
 def sizes_by_layer(model: NormGPT, idx: torch.Tensor) -> tuple[list[float], list[float]]:
-    """The root mean square of the stream before each block, and of what the block's MLP reads."""
+    """The root mean square of the stream before each MLP, and of what that MLP reads."""
     stream = []
     read = []
     x = model.embed(idx)
@@ -133,6 +133,7 @@ def main() -> int:
 
     rms = NormGPT(NormConfig(norm_type="rmsnorm"), corpus.vocab_size)
     gpt.init_parameters(rms, seed=1)
+    # Five norms of 64 channels: two in each of two blocks, one before the head.
     saved = gpt.count_parameters(ours) - gpt.count_parameters(rms)
     checks.equal("rmsnorm: 320 biases less", saved, 5 * 64)
     _, loss = rms(idx, targets)

@@ -75,7 +75,7 @@ def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float
         point = points[len(stats)]  # the norms run in the order of the points
         stats[point] = tensor_stats(inputs[0])
 
-    # set(): where one norm serves several places, it gets one hook all the same.
+    # set(): a norm that serves several places must get one hook, not several.
     hooks = [norm.register_forward_pre_hook(keep) for norm in set(norms)]
     try:
         model(idx)

@@ -5,15 +5,15 @@ Chapter 05 added a learned vector for the position to each token's embedding. Ro
 embedding (RoPE; Su et al. 2021) adds nothing; it turns. It takes the channels of a query two by two
 and reads each pair (x0, x1) as the tip of a clock hand. The hand turns by its speed times the
 position. Keys turn in the same way. Each pair has a speed of its own: the fastest comes round again
-after about six tokens, so it hardly tells position 7 from 1. A slow one does.
+after about six tokens, so it hardly tells position 7 from 1. A slow hand tells them apart.
 
-A score is a sum over the pairs. Each adds the lengths of its two hands times the cosine of the
-angle between them. Move both tokens five positions on: both hands turn by the same extra angle, so
-the angle between them stays. So a position enters a score only as the distance between the tokens.
+A score is a sum over the pairs. Each pair adds the length of the query's hand times the length of
+the key's hand times the cosine of the angle between them. Move both tokens five positions on: both
+hands turn by the same extra angle, so the angle between them stays. So only the distance counts.
 
     python step_08_replace-learned-positional-embeddings-with-rope.py
 
-draws outputs/step_08.png. Step 12 asks whether a model learns better with it.
+draws outputs/step_08.png. Step 12 trains with it.
 Shapes: B batch, H heads, T positions, D = head_dim, so D/2 pairs.
 """
 
@@ -58,7 +58,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn row t of x (..., T, D) by row t of the table; ValueError if it has fewer (eq. 34)."""
+    """Turn row t of x (..., T, D) by row t of the table (eq. 34); ValueError if the table ends."""
     T = x.shape[-2]
     if T > cos.shape[0]:
         raise ValueError(f"{T} positions don't fit a RoPE table of {cos.shape[0]}")
@@ -132,7 +132,7 @@ def main() -> int:
     console.say(f"picture: {draw_picture()}")
     console.say("Left: a hand at positions 0 to 15; it turns fast in pair 0, hardly in pair 8.")
     console.say("Right: the curves lie on each other: 5,000 tokens on, the score is the same. Its")
-    console.say("waves are pair 2, which is the longest here and comes round every 20 tokens.")
+    console.say("waves are pair 2, which has the longest hands here; it comes round in 20 tokens.")
 
     checks = Checks()
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])

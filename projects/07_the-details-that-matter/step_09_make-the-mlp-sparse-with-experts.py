@@ -1,18 +1,18 @@
 """Step 09: can a model have more parameters without more work for each token?
 
-In a dense model every token meets every weight. Here the MLP becomes several smaller models side by
-side, the experts, each one a SwiGLU of step 07. A router looks at the token and picks the k experts
-that suit it best; the others do nothing for this token. So a token costs the work of k experts,
-however many there are. Here k = 2, and each of the 4 experts is as wide as the dense MLP was. So a
-token costs twice the work of the dense MLP; the layer holds four times the weights of that MLP.
+In a dense model every token meets every weight. Here several MLPs stand side by side, the experts,
+each one a SwiGLU of step 07. A router looks at the token and picks the k experts that suit it best;
+the others do nothing for this token. So a token costs the work of k experts, however many there
+are: eight experts cost a token no more than four. Here k = 2 of 4, each as wide as the dense MLP
+was. The layer holds four times the weights of that MLP, and a token costs twice its work.
 
 The router is one matrix. It gives each expert a score, and a softmax makes the scores into shares.
 The k largest shares are kept and divided by their sum. These are the gates; they weigh the outputs.
-So the router learns too: an expert that helps gets a larger share next time.
+Through these factors the gradient reaches the router: an expert that helps gets a larger share.
 
     python step_09_make-the-mlp-sparse-with-experts.py
 
-draws outputs/step_09.png. Chapter 18 has all that goes wrong, and how to make it fast.
+draws outputs/step_09.png. Chapter 18 shows what goes wrong, and how to make it fast.
 Shapes: N tokens, C = d_model, E = n_experts, k = top_k.
 """
 

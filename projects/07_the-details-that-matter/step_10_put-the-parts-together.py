@@ -10,7 +10,7 @@ near ln V for V tokens. And it is causal: what it says at a position doesn't dep
 
     python step_10_put-the-parts-together.py
 
-prints eight models at their start, for 48 tokens. build.py trains four of them, for 95.
+prints eight models, untrained, with a vocabulary of 48. build.py trains four, with one of 95.
 """
 
 import math

@@ -55,7 +55,7 @@ def share_in_gpt2() -> float:
     """The operations of GPT-2's norms as a part of all its operations, for one token."""
     norms = 2 * 12 + 1  # two in each of 12 layers, one before the head
     in_norms = norms * len(LAYERNORM_OPERATIONS) * 768
-    in_all = 2 * 124_439_808  # a multiplication and an addition for each parameter
+    in_all = 2 * 124_439_808  # for each of its parameters a multiplication and an addition
     return in_norms / in_all
 
 

@@ -51,7 +51,7 @@ def losses_by_length(position_type: str, corpus: data.Corpus, seed: int) -> list
     losses = [history.validation_loss]
     if position_type == "learned":
         return losses  # its table ends here
-    for length in LENGTHS[1:]:  # no other weight depends on the length
+    for length in LENGTHS[1:]:  # here no weight depends on the length
         longer = build(position_type, length, corpus)
         longer.load_state_dict(model.state_dict())
         losses.append(training.evaluate(longer, corpus.validation, SETTINGS))
@@ -94,7 +94,7 @@ def main() -> int:
     console.say()
     console.say(console.Table(["positions", *map(str, LENGTHS)], rows))
     console.say(f"\npicture: {draw_picture(means)}")
-    console.say("Look at the line of RoPE: it starts lowest, and rises beyond the dotted line.")
+    console.say("Look at the line of RoPE: it starts lowest, and by 128 it has risen.")
     console.say()
 
     rope = runs["rope"]

@@ -12,12 +12,13 @@ In post-norm every sum goes through a norm, so the stream doesn't grow, and the 
 gradient doesn't depend on the depth (Xiong et al. 2020, theorem 1). It is large from the first step
 on, so post-norm models are trained with a warm-up: small steps first.
 
-This is so from a plain start: weights of std 1/√(inputs). GPT-2's start makes the weights that
+All this is so from a plain start: weights of std 1/√(inputs). GPT-2's start makes the weights that
 write into the stream √(2L) times smaller. A layer's gradient comes back through these weights, so
-it becomes smaller with them. Now it falls as 1/√L in post-norm too. In pre-norm it falls no faster
-than before, since from this start the stream has about one size at any depth. That size is small,
-0.03, and a norm that divides by a small number multiplies the gradient: it is some 30 times that of
-post-norm.
+it becomes smaller with them. In post-norm it now falls as 1/√L too.
+
+In pre-norm there was one factor 1/√L, the norm's, and now there is this one instead: from GPT-2's
+start the stream hardly grows with depth, so the norm divides by about 0.03 in every model. To
+divide by so small a number makes the gradient larger: it is some 30 times that of post-norm.
 
     python step_13_norm-before-or-after.py
 
