@@ -49,6 +49,28 @@ def test_each_tensor_lies_and_is_shaped_and_packed_as_gguf_reads_it(loaded):
     assert file.tensors == theirs and len(theirs) == 272
 
 
+def test_the_metadata_is_as_gguf_reads_it(loaded):
+    file = loaded[0]
+    fields = gguf.GGUFReader(file.path).fields.values()
+    known = {f.name: f.contents() for f in fields if not f.name.startswith("GGUF.")}
+    assert file.metadata == known and len(known) == 33
+
+
+def test_the_numbers_are_as_many_as_the_shape_asks_for(loaded):
+    n_numbers = sum(math.prod(tensor.shape) for tensor in loaded[0].tensors.values())
+    gains = 2 * 576
+    qkv = 576 * (576 + 2 * 192)
+    proj = 576 * 576
+    mlp = 3 * 576 * 1536
+    assert n_numbers == 49_152 * 576 + 30 * (gains + qkv + proj + mlp) + 576 == 134_515_008
+
+
+def test_tensors_lie_in_the_order_of_the_list(real, loaded):
+    _, listed, _ = real.read_header(loaded[0].raw)
+    offsets = [offset for _, _, _, offset in listed]
+    assert offsets == sorted(offsets)
+
+
 # ---------------------------------------------------------------- 02: the tokenizer
 
 

@@ -76,30 +76,19 @@ class WeightsFile:
     def __init__(self, path: str | Path):
         installed("gguf")
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():
-            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
-        try:
-            self.raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
-            self.metadata, listed, first = read_header(self.raw)
-        except (struct.error, KeyError):
-            why = "it ends before its list of tensors does, or that list is damaged"
-            raise self.refusal(why) from None
-        except (OSError, ValueError) as error:  # ValueError: empty, or no GGUF file
-            raise self.refusal(getattr(error, "strerror", None) or str(error)) from None
+        self.raw, header = self.open()
+        self.metadata, listed, first = header
         self.tensors = {}
-        for name, shape, kind, offset in listed:
-            self.tensors[name] = self.locate(name, shape, kind, first + offset)
+        for name, shape, packing, offset in listed:
+            self.tensors[name] = self.locate(name, shape, packing, first + offset)
 
-    def refusal(self, why: str) -> UserError:
-        return UserError(f"{self.path} can't be used: {why}")
-
-    def locate(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
+    def locate(self, name: str, shape: tuple[int, ...], packing: int, start: int) -> StoredTensor:
         """How a tensor is packed, and which bytes of the file are its numbers."""
-        if kind not in list(gguf.GGMLQuantizationType):
-            why = f"is packed in a way that gguf doesn't know (number {kind})"
+        if packing not in list(gguf.GGMLQuantizationType):
+            why = f"is packed in a way that gguf doesn't know (number {packing})"
             raise self.refusal(f"tensor {name} {why}")
-        packing = gguf.GGMLQuantizationType(kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # so many numbers take so many bytes
+        packing = gguf.GGMLQuantizationType(packing)  # its name beside its number
+        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # Q4_1: 32 numbers take 20 bytes
         if not shape or shape[-1] % block:
             why = f"of shape {shape} doesn't divide into {packing.name}'s blocks of {block}"
             raise self.refusal(f"tensor {name} {why}")
@@ -120,12 +109,31 @@ class WeightsFile:
         except NotImplementedError:
             why = f"is packed as {stored.packing.name}, which gguf can't unpack"
             raise self.refusal(f"tensor {name} {why}") from None
-        return torch.from_numpy(np.require(numbers, np.float32, "W"))
+        return torch.from_numpy(np.require(numbers, np.float32, "W"))  # W: writable, for torch
+
+    def open(self) -> tuple[np.ndarray, tuple]:
+        """The file's bytes and its header, or the reason why there is none."""
+        if self.path.exists() and not self.path.is_file():
+            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
+        try:
+            raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
+            return raw, read_header(raw)
+        except (struct.error, KeyError):
+            why = "it ends before its list of tensors does, or that list is damaged"
+        except OSError as error:
+            why = error.strerror or str(error)
+        except ValueError as error:  # empty, or no GGUF file
+            why = str(error)
+        raise self.refusal(why)
+
+    def refusal(self, why: str) -> UserError:
+        return UserError(f"{self.path} can't be used: {why}")
 
 
 # ---------------------------------------------------------------- its header (step 09)
 
-# The kinds of number in the file: its code for each, and the letter by which struct reads it.
+# The kinds of number in the file: its code for each, and the letter by which Python's struct
+# module, which turns bytes into values, knows it.
 LETTERS = {
     0: "B",  # a whole number of 8 bits, never negative
     1: "b",  # the same with a sign
@@ -152,6 +160,7 @@ class Cursor:
 
     def take(self, letter: str) -> int | float | bool | bytes:
         """One value of the kind that `letter` means to struct."""
+        # "<": the lowest byte first.
         (value,) = struct.unpack_from("<" + letter, self.raw, self.at)
         self.at += struct.calcsize("<" + letter)
         return value
@@ -175,7 +184,7 @@ class Cursor:
 def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     """What stands before the numbers in a GGUF file.
 
-    Returns the metadata, (name, shape, kind, offset) of each tensor, and the byte at which the
+    Returns the metadata, (name, shape, packing, offset) of each tensor, and the byte at which the
     numbers begin: a tensor's offset counts from there.
     """
     cursor = Cursor(raw)
@@ -193,10 +202,10 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
         name = cursor.string()
         n_axes = cursor.take("I")
         sizes = [cursor.take("Q") for _ in range(n_axes)]
-        shape = tuple(reversed(sizes))  # the file lists the fastest axis first, torch last
-        kind = cursor.take("I")
+        shape = tuple(reversed(sizes))  # the file names the length of a row first, torch last
+        packing = cursor.take("I")
         offset = cursor.take("Q")
-        tensors.append((name, shape, kind, offset))
+        tensors.append((name, shape, packing, offset))
     alignment = metadata.get("general.alignment") or 32
     first = math.ceil(cursor.at / alignment) * alignment  # up to the next multiple of 32
     return metadata, tensors, first
