@@ -214,7 +214,8 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
 # ---------------------------------------------------------------- its tokenizer (step 02)
 
 CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
-# How a text is cut into words before any merging, by the name that the file gives for it.
+# How a text is cut into words before any merging, by the name that the file gives for it. \p{L}
+# is any letter, \p{N} any digit.
 PATTERNS = {
     # "It's 42 cats" -> It|'s| 42| cats
     "gpt-2": CONTRACTION + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -241,8 +242,8 @@ class Tokenizer:
                 ids[bytes(letters[letter] for letter in token)] = i
             else:
                 self.special[token] = i
-        # tiktoken wants every byte to have an id. Those without one get ids past the last token,
-        # and encode() refuses a text in which such an id comes out.
+        # Some bytes are no token, and tiktoken wants an id for each byte: theirs come after the
+        # last token, and encode() refuses a text in which one comes out.
         self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
         for i, byte in enumerate(self.unsayable):
             ids[bytes([byte])] = self.n_tokens + i
@@ -253,7 +254,7 @@ class Tokenizer:
             special_tokens=self.special,
         )
         self.end = file.metadata.get("tokenizer.ggml.eos_token_id")  # ends an answer
-        self.chats = {"<|im_start|>", "<|im_end|>"} <= self.special.keys()
+        self.chats = "<|im_start|>" in self.special and "<|im_end|>" in self.special
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name in it stays text. UserError for a lost byte."""
@@ -290,6 +291,7 @@ def byte_letters() -> dict[str, int]:
     A byte that prints stands for itself. The others take the letters from number 256 on, in turn:
     a space is written Ġ, a newline Ċ.
     """
+    # "!" to "~", then the printing letters of Latin-1.
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     letters = {chr(byte): byte for byte in printing}
@@ -319,7 +321,8 @@ def check_vocabulary(file: WeightsFile) -> None:
     made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
     if -1 in made or made != sorted(made):
         raise file.refusal("its tokens are not numbered in the order of their merges")
-    unknown = set("".join(ids)) - byte_letters().keys()
+    used = set("".join(ids))  # every letter of every token
+    unknown = used - byte_letters().keys()
     if unknown:
         some = "".join(sorted(unknown)[:9])
         raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")
