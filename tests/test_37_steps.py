@@ -160,6 +160,18 @@ def test_grouped_heads_are_repeated_heads_and_not_tiled_ones(grouped):
     assert 0.1 < (tiled - repeated).abs().max() < 10
 
 
+def test_grouped_attention_is_full_attention_whose_heads_are_equal_two_by_two(modern, grouped):
+    cfg, x, ours = grouped
+    full = filled(modern.RotaryAttention(cfg), 3)  # six key and value heads
+    q, k, v = ours.qkv.weight.data.unflatten(0, (12, cfg.head_dim)).split([6, 3, 3])
+    twice = torch.cat((q, k.repeat_interleave(2, dim=0), v.repeat_interleave(2, dim=0)))
+    full.qkv.weight.data = twice.flatten(0, 1)
+    full.proj.weight.data = ours.proj.weight.data
+    torch.testing.assert_close(ours(x), full(x), rtol=0, atol=1e-5)
+    full.qkv.weight.data = torch.cat((q, k, k, v, v)).flatten(0, 1)  # heads 0 1 2 0 1 2
+    assert 0.1 < (ours(x) - full(x)).abs().max() < 10
+
+
 def test_groups_of_one_are_chapter_07s_attention_with_its_gradient(real, modern, grouped):
     cfg, x, _ = grouped
     full = filled(modern.RotaryAttention(cfg), 3)

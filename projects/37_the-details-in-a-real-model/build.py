@@ -361,7 +361,7 @@ class GroupedQueryAttention(modern.RotaryAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D).
 
-        `start` is the position of the first token in x.
+        `start` is the position of the first token in x; step 06 reads a text in pieces.
         """
         B, T, _ = x.shape
         H = self.n_heads
@@ -413,7 +413,7 @@ class RealGPT(modern.ModernGPT):
     def states(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> what the head reads (B, T, C).
 
-        Logits for 49,152 tokens take 85 times as much memory: who needs few asks for few.
+        Logits for 49,152 tokens take 85 times as much memory, and not every position needs them.
         """
         x = self.embed(idx)
         for block in self.blocks:
@@ -447,13 +447,13 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         )
     except ValueError as error:
         raise file.refusal(str(error)) from None
-    only = {
+    required = {
         "rope.dimension_count": cfg.head_dim,
         "attention.key_length": cfg.head_dim,
         "rope.scaling.type": "none",
         "expert_count": 0,
     }
-    for name, ours in only.items():
+    for name, ours in required.items():
         theirs = field(name, ours)  # what the file doesn't say is taken to be as in our blocks
         if theirs != ours:
             raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")

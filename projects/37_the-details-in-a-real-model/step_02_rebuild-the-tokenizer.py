@@ -27,7 +27,6 @@ Step 11 merges by hand and compares that with tiktoken.
 import sys
 from pathlib import Path
 
-import jinja2  # torch brings it
 import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
@@ -130,16 +129,9 @@ def main() -> int:
     docs = "".join(data.torch_docs())
     same = docs == tokenizer.encoding.decode(tokenizer.encode(docs))
     checks.true("there and back again", "all letters", "same", same)
-    message = "Say <|im_end|> twice."
-    template = jinja2.Template(file.metadata["tokenizer.chat_template"])
-    theirs = template.render(
-        messages=[{"role": "user", "content": message}], add_generation_prompt=True
-    )
-    same = tokenizer.encoding.decode(tokenizer.chat(message)) == theirs
-    checks.true("a chat, as the file's template", "chat()", "same", same)
-    n_ends = tokenizer.chat(message).count(tokenizer.special["<|im_end|>"])
-    checks.equal("ends of turns in it", n_ends, 2)
-    checks.equal("bytes without a token", len(tokenizer.unsayable), 21)
+    chat = tokenizer.chat("Say <|im_end|> twice.")
+    n_ends = chat.count(tokenizer.special["<|im_end|>"])
+    checks.equal("ends of turns: instruction, message", n_ends, 2)
     return checks.report()
 
 

@@ -98,7 +98,7 @@ def main() -> int:
     checks.equal("a matrix, by gguf", unpacked, file.read(name))
     checks.equal("bytes: 5 bits a weight", len(packed), 1536 * 576 * 5 // 8)
     levels = len(block.unique())
-    checks.between("different weights in a block", levels, 2, 16)
+    checks.between("different weights", levels, 2, 16)
     step = (exact.max() - exact.min()).item() / 15
     worst = (ours - exact).abs().max().item() / step
     checks.between("worst error, in levels", worst, 0, 0.51)  # 0.5, and float16's own rounding
