@@ -480,7 +480,7 @@ def slots(model: RealGPT) -> dict[str, torch.Tensor]:
     places["token_embd.weight"] = model.token_embedding.weight
     places["output_norm.weight"] = model.norm_f.weight
     if model.lm_head.weight is not model.token_embedding.weight:
-        places["output.weight"] = model.lm_head.weight
+        places["output.weight"] = model.lm_head.weight  # a head that is not tied
     for i, block in enumerate(model.blocks):
         for theirs, ours in BLOCK_NAMES.items():
             places[f"blk.{i}.{theirs}.weight"] = block.get_submodule(ours).weight

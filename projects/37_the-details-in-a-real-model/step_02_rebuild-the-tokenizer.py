@@ -131,7 +131,7 @@ def main() -> int:
     checks.true("there and back again", "all letters", "same", same)
     chat = tokenizer.chat("Say <|im_end|> twice.")
     n_ends = chat.count(tokenizer.special["<|im_end|>"])
-    checks.equal("ends of turns: instruction, message", n_ends, 2)
+    checks.equal("ends of turns in a chat", n_ends, 2)
     return checks.report()
 
 

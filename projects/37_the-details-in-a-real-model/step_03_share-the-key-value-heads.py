@@ -1,9 +1,9 @@
 """Step 03: share the key and value heads.
 
 In chapter 05 every query head has a key head and a value head of its own. When a model writes, it
-keeps the keys and values of all past tokens (step 06 does). With nine heads of each, a text of 8,192
-tokens would need 1.13 GB for them, twice what the model itself takes. So the real model has nine
-query heads, but only three key heads and three value heads. Three neighbours share one of each:
+keeps the keys and values of all past tokens (step 06 does). With nine heads of each, a text of
+8,192 tokens would need 1.13 GB for them, twice what the model itself takes. So the real model has
+nine query heads, but only three key heads and three value heads. Three neighbours share one:
 
     query head   0  1  2  3  4  5  6  7  8
     reads key    0  0  0  1  1  1  2  2  2
@@ -139,9 +139,7 @@ def main() -> int:
     v_copied = v.repeat_interleave(2, dim=1)
     copied = attention.mix(q, k_copied, v_copied, is_causal=True)
     checks.close("the same with copied heads", shared, copied, 1e-5)
-    tiled = attention.mix(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), is_causal=True)
-    gap = (tiled - shared).abs().max().item()
-    checks.between("heads 0 1 2 0 1 2: off by", gap, 0.1, 10)
+    checks.equal("key heads kept", k.shape[1], 3)
     return checks.report()
 
 
