@@ -245,6 +245,15 @@ def test_twelve_tokens_with_the_cache_are_those_without(gpt, real, loaded):
     assert remembered == again[0, len(question) :].tolist()
 
 
+def test_afterwards_the_model_remembers_nothing(real, loaded, ids):
+    model = loaded[2]
+    with torch.inference_mode():
+        whole = model.states(ids[None, :60])
+        with real.remembering(model, 60):
+            model.states(ids[None, :60])
+        torch.testing.assert_close(model.states(ids[None, :60]), whole, rtol=0, atol=1e-3)
+
+
 def test_too_much_to_remember_is_refused(real, loaded, ids):
     model = loaded[2]
     with torch.inference_mode(), real.remembering(model, 60):

@@ -583,15 +583,15 @@ class CachedAttention(nn.Module):
         v = self.values[:, :, :end]
         if past == 0:
             return self.attn.mix(q, k, v, is_causal=True)
-        if T == 1:  # the last token sees all there are: no mask
+        if T == 1:  # the newest token may see every key: no mask
             return self.attn.mix(q, k, v)
-        mask = x.new_ones(T, end, dtype=torch.bool).tril(past)  # row t: the past, and 0 to t
+        mask = x.new_ones(T, end, dtype=torch.bool).tril(past)  # row t: all past keys, new 0 to t
         return self.attn.mix(q, k, v, mask)
 
 
 @contextmanager
 def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
-    """Within it, each call of the model reads on where the one before ended.
+    """Inside `with remembering(...)`, each call of the model reads on where the last one ended.
 
     ValueError for more positions than the model can read.
     """
@@ -622,7 +622,7 @@ def stream(
     temperature: float = 0.0,
     draws: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Within remembering(): read ids, then yield up to n_new tokens, or up to the token `end`.
+    """Inside remembering(): read ids, then yield up to n_new tokens, or up to the token `end`.
 
     Each is the likeliest one at temperature 0, else drawn from softmax(logits / temperature).
     """
@@ -768,7 +768,7 @@ def answer(model: RealGPT, tokenizer: Tokenizer, message: str, options) -> list[
 
 
 def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
-    """Within remembering(): the tokens of the answer to ids, in the way that the flags say."""
+    """Inside remembering(): the tokens of the answer to ids, in the way that the flags say."""
     return stream(
         model, ids, options.tokens, tokenizer.end, options.temperature, options.draws
     )

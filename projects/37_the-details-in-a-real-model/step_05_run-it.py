@@ -99,8 +99,8 @@ def main() -> int:
     draw_picture(shown, losses[:40])
     loss = losses.mean().item()
     say(f"\nOn 300 tokens of documentation: {loss:.3f} nats a token,")
-    say(f"perplexity {math.exp(loss):.2f}. (build.py reads 1,024 tokens and finds less: most of them")
-    say("have more text before them to go by.)")
+    say(f"perplexity {math.exp(loss):.2f}. Both belong to this piece of text: build.py reads 1,024")
+    say("tokens of it, and finds less.")
     say("The first 40 are in outputs/step_05.png: a token that nothing announces costs")
     say("many nats, one that follows from the words before it costs nearly none.")
 
@@ -114,7 +114,7 @@ def main() -> int:
     checks.close("two windows are two texts", windows, apart, 1e-3)
     other_end = torch.cat((ids[:201], ids[201:].flip(0)))
     early = token_losses(model, other_end)[:200]
-    checks.close("another end, the same losses before", early, losses[:200], 1e-3)
+    checks.close("another end: losses before", early, losses[:200], 1e-3)
     return checks.report()
 
 
