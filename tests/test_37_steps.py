@@ -287,6 +287,8 @@ def test_the_stream_at_all_61_points_is_what_chapter_07_sees(modern, loaded, ids
     theirs = [s["var"] for s in modern.stream_stats(model, ids[None, :256]).values()]
     ours = stream.var((1, 2), correction=0)
     torch.testing.assert_close(ours, torch.tensor(theirs), rtol=0, atol=1e-2)
+    page = chapters.load_step(37, 7).residual_stream(model, ids[:256].tolist())
+    torch.testing.assert_close(page, stream[::2], rtol=1e-5, atol=1e-2)
 
 
 def test_a_single_spike_has_the_largest_kurtosis(modern):

@@ -669,7 +669,7 @@ def speed(model: RealGPT, ids: list[int], n_new: int = 64) -> tuple[float, float
     with remembering(model, len(ids) + n_new):
         started = time.perf_counter()
         writing = stream(model, ids, 1 + n_new)
-        next(writing)
+        next(writing)  # for the first token all ids are read
         read = time.perf_counter()
         n_written = sum(1 for _ in writing)
         written = time.perf_counter()
@@ -754,6 +754,13 @@ def log_text(blocks: list[str | Table]) -> str:
     return "\n\n".join(console.printable(part).rstrip("\n") for part in parts) + "\n"
 
 
+def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
+    """Inside remembering(): the tokens of the answer to ids, in the way that the flags say."""
+    return stream(
+        model, ids, options.tokens, tokenizer.end, options.temperature, options.draws
+    )
+
+
 def answer(model: RealGPT, tokenizer: Tokenizer, message: str, options) -> list[int]:
     """Print the answer to one message as it comes; a model that knows no chat continues it."""
     ids = tokenizer.chat(message) if tokenizer.chats else tokenizer.encode(message)
@@ -765,13 +772,6 @@ def answer(model: RealGPT, tokenizer: Tokenizer, message: str, options) -> list[
         )
     with remembering(model, len(ids) + options.tokens):
         return conversation.write_answer(reply(model, tokenizer, options, ids), tokenizer)
-
-
-def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
-    """Inside remembering(): the tokens of the answer to ids, in the way that the flags say."""
-    return stream(
-        model, ids, options.tokens, tokenizer.end, options.temperature, options.draws
-    )
 
 
 def experiment(
