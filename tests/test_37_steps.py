@@ -327,7 +327,8 @@ def test_each_arrangement_on_more_text(real, loaded, ids, large_drawn_once):
         for same in (step_08.fold_gains, step_08.other_layout, step_08.copies):
             assert real.mean_loss(same(model), ids) == pytest.approx(loss, abs=1e-5)
         assert real.mean_loss(step_08.carve(model, 8), ids) == pytest.approx(loss, abs=1e-5)
-        different = [step_08.other_layout(model, False), step_08.copies(model, step_08.RawGates)]
+        different = [step_08.fold_gains(model, keep=False), step_08.other_layout(model, False)]
+        different += [step_08.copies(model, step_08.RawGates)]
         different += [step_08.carve(model, n_kept) for n_kept in (6, 4)]
         for other in different:
             assert loss + 0.1 < real.mean_loss(other, ids) < 30

@@ -217,9 +217,9 @@ SABOTAGES = (
         low=1.02,
         high=2,
         loud=True,
-        explains="10,000 is the common default. The fast pairs turn almost as before, the slow ones "
-        "up to nine times too fast. The perplexity rises by a tenth or so, and the answer slips "
-        "into another language.",
+        explains="10,000 is the common default. The fast pairs turn almost as before, the slow "
+        "ones up to nine times too fast. The perplexity rises by a tenth or so, and the answer "
+        "slips into another language.",
     ),
     sabotaged(
         "positions-restart",

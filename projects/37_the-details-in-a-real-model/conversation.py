@@ -30,8 +30,9 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     preset = parser.add_mutually_exclusive_group()
-    preset.add_argument("--tiny", action="store_true", help="three answers, the perplexity of a text (default)")
-    preset.add_argument("--full", action="store_true", help="also the perplexity by length of the context")
+    flag = {"action": "store_true"}
+    preset.add_argument("--tiny", **flag, help="three answers and a perplexity (the default)")
+    preset.add_argument("--full", **flag, help="also the perplexity by length of the context")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="answer this and stop")
     what.add_argument("--chat", action="store_true", help="hold a conversation")
