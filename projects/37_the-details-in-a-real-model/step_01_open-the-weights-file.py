@@ -68,7 +68,7 @@ class WeightsFile:
         if packing not in list(gguf.GGMLQuantizationType):
             why = f"is packed in a way that gguf doesn't know (number {packing})"
             raise self.refusal(f"tensor {name} {why}")
-        packing = gguf.GGMLQuantizationType(packing)  # its name beside its number
+        packing = gguf.GGMLQuantizationType(packing)  # the number, and its name
         block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # Q4_1: 32 numbers take 20 bytes
         if not shape or shape[-1] % block:
             why = f"of shape {shape} doesn't divide into {packing.name}'s blocks of {block}"
@@ -109,6 +109,9 @@ class WeightsFile:
 
     def refusal(self, why: str) -> UserError:
         return UserError(f"{self.path} can't be used: {why}")
+
+
+# ---------------------------------------------------------------- look at it
 
 
 def main() -> int:
