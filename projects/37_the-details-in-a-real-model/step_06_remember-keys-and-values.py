@@ -140,7 +140,7 @@ def main() -> int:
         pieces = [model.states(piece) for piece in idx.split([1, 20, 38, 1], dim=1)]
     together = torch.cat(pieces, dim=1)
     checks.close("read in four pieces", together, whole, 1e-3)
-    checks.close("afterwards, without a memory", model.states(idx), whole, 1e-3)
+    checks.close("without memory again", model.states(idx), whole, 1e-3)
     return checks.report()
 
 
