@@ -49,6 +49,28 @@ def test_each_tensor_lies_and_is_shaped_and_packed_as_gguf_reads_it(loaded):
     assert file.tensors == theirs and len(theirs) == 272
 
 
+def test_the_metadata_is_as_gguf_reads_it(loaded):
+    file = loaded[0]
+    fields = gguf.GGUFReader(file.path).fields.values()
+    known = {f.name: f.contents() for f in fields if not f.name.startswith("GGUF.")}
+    assert file.metadata == known and len(known) == 33
+
+
+def test_the_numbers_are_as_many_as_the_shape_asks_for(loaded):
+    n_numbers = sum(math.prod(tensor.shape) for tensor in loaded[0].tensors.values())
+    gains = 2 * 576
+    qkv = 576 * (576 + 2 * 192)
+    proj = 576 * 576
+    mlp = 3 * 576 * 1536
+    assert n_numbers == 49_152 * 576 + 30 * (gains + qkv + proj + mlp) + 576 == 134_515_008
+
+
+def test_tensors_lie_in_the_order_of_the_list(real, loaded):
+    _, listed, _ = real.read_header(loaded[0].raw)
+    offsets = [offset for _, _, _, offset in listed]
+    assert offsets == sorted(offsets)
+
+
 # ---------------------------------------------------------------- 02: the tokenizer
 
 
@@ -138,6 +160,18 @@ def test_grouped_heads_are_repeated_heads_and_not_tiled_ones(grouped):
     assert 0.1 < (tiled - repeated).abs().max() < 10
 
 
+def test_grouped_attention_is_full_attention_whose_heads_are_equal_two_by_two(modern, grouped):
+    cfg, x, ours = grouped
+    full = filled(modern.RotaryAttention(cfg), 3)  # six key and value heads
+    q, k, v = ours.qkv.weight.data.unflatten(0, (12, cfg.head_dim)).split([6, 3, 3])
+    twice = torch.cat((q, k.repeat_interleave(2, dim=0), v.repeat_interleave(2, dim=0)))
+    full.qkv.weight.data = twice.flatten(0, 1)
+    full.proj.weight.data = ours.proj.weight.data
+    torch.testing.assert_close(ours(x), full(x), rtol=0, atol=1e-5)
+    full.qkv.weight.data = torch.cat((q, k, k, v, v)).flatten(0, 1)  # heads 0 1 2 0 1 2
+    assert 0.1 < (ours(x) - full(x)).abs().max() < 10
+
+
 def test_groups_of_one_are_chapter_07s_attention_with_its_gradient(real, modern, grouped):
     cfg, x, _ = grouped
     full = filled(modern.RotaryAttention(cfg), 3)
@@ -211,6 +245,15 @@ def test_twelve_tokens_with_the_cache_are_those_without(gpt, real, loaded):
     assert remembered == again[0, len(question) :].tolist()
 
 
+def test_afterwards_the_model_remembers_nothing(real, loaded, ids):
+    model = loaded[2]
+    with torch.inference_mode():
+        whole = model.states(ids[None, :60])
+        with real.remembering(model, 60):
+            model.states(ids[None, :60])
+        torch.testing.assert_close(model.states(ids[None, :60]), whole, rtol=0, atol=1e-3)
+
+
 def test_too_much_to_remember_is_refused(real, loaded, ids):
     model = loaded[2]
     with torch.inference_mode(), real.remembering(model, 60):
@@ -244,6 +287,8 @@ def test_the_stream_at_all_61_points_is_what_chapter_07_sees(modern, loaded, ids
     theirs = [s["var"] for s in modern.stream_stats(model, ids[None, :256]).values()]
     ours = stream.var((1, 2), correction=0)
     torch.testing.assert_close(ours, torch.tensor(theirs), rtol=0, atol=1e-2)
+    page = chapters.load_step(37, 7).residual_stream(model, ids[:256].tolist())
+    torch.testing.assert_close(page, stream[::2], rtol=1e-5, atol=1e-2)
 
 
 def test_a_single_spike_has_the_largest_kurtosis(modern):
@@ -282,7 +327,8 @@ def test_each_arrangement_on_more_text(real, loaded, ids, large_drawn_once):
         for same in (step_08.fold_gains, step_08.other_layout, step_08.copies):
             assert real.mean_loss(same(model), ids) == pytest.approx(loss, abs=1e-5)
         assert real.mean_loss(step_08.carve(model, 8), ids) == pytest.approx(loss, abs=1e-5)
-        different = [step_08.other_layout(model, False), step_08.copies(model, step_08.RawGates)]
+        different = [step_08.fold_gains(model, keep=False), step_08.other_layout(model, False)]
+        different += [step_08.copies(model, step_08.RawGates)]
         different += [step_08.carve(model, n_kept) for n_kept in (6, 4)]
         for other in different:
             assert loss + 0.1 < real.mean_loss(other, ids) < 30

@@ -7,9 +7,9 @@
     python break_it.py --edit "OLD" "NEW"   an edit of your own
 
 Nothing is trained. A sabotage exchanges a line or two of a build.py; the build is loaded with the
-new lines and filled with the numbers in the file. (They are unpacked once, before any edit: one
-of WeightsFile changes nothing here.) Perplexity is on torch's documentation, the answer is to one
-question.
+new lines and filled with the numbers in the file. Perplexity is on torch's documentation, the
+answer is to one question. (The file is read once, by the unedited build, so that an edit of
+WeightsFile changes nothing here.)
 """
 
 import math
@@ -34,7 +34,7 @@ real = chapters.load_build(37)
 QUESTION = "What is the capital of France?"
 RIGHT = "The capital of France is Paris"
 TEXT = {"--all": 1024, "one": 256}  # tokens read: for the table of everything, for a single look
-UNCHANGED = 1.01  # up to so many times the healthy perplexity may as well be rounding
+UNCHANGED = 1.01  # up to 1.01 times the healthy perplexity counts as no change
 
 
 # ---------------------------------------------------------------- the patient
@@ -57,7 +57,7 @@ def weights() -> UnpackedFile:
 class Patient:
     """An edited build's model, which reads a text and answers a question."""
 
-    seed: int  # of numbers that are drawn because the file's don't get there
+    seed: int  # for numbers that the file doesn't fill, as in new-head
     n_tokens: int
     edits: tuple[Edit, ...] = ()
 
@@ -198,9 +198,9 @@ SABOTAGES = (
         low=5,
         high=200,
         loud=True,
-        explains="The file's rows are sorted for neighbouring pairs, other programs' for halves. "
-        "Each channel is turned, but by another's angle. The shapes fit, the first token is right, "
-        "and nothing complains.",
+        explains="The file's rows are sorted for pairs of neighbours, other programs' for channel "
+        "i with i + 32. Each channel is turned by another's angle. The shapes fit, the first token "
+        "is right (its angle is 0), and nothing complains.",
     ),
     sabotaged(
         "no-rope",
@@ -217,9 +217,9 @@ SABOTAGES = (
         low=1.02,
         high=2,
         loud=True,
-        explains="The common default. The fast pairs turn almost as before, the slow ones up to "
-        "nine times too fast. The loss moves by about a tenth, and the answer slips into another "
-        "language.",
+        explains="10,000 is the common default. The fast pairs turn almost as before, the slow "
+        "ones up to nine times too fast. The perplexity rises by a tenth or so, and the answer "
+        "slips into another language.",
     ),
     sabotaged(
         "positions-restart",
@@ -228,8 +228,7 @@ SABOTAGES = (
         high=UNCHANGED,
         loud=True,
         explains="With a cache each new token comes as a text of length one, but its position is "
-        "not 0. Perplexity is measured without a cache and can't see it: whoever only measures, "
-        "ships this.",
+        "not 0. Perplexity is measured without a cache, so it can't see the mistake.",
     ),
     sabotaged(
         "heads-tiled",
@@ -264,9 +263,8 @@ SABOTAGES = (
         low=1.005,
         high=1.3,
         loud=False,
-        explains="LayerNorm takes the mean out. Step 07 measured how much of the stream that is: "
-        "two or three percent of its length, no more than of a random vector. There is hardly "
-        "anything to lose.",
+        explains="LayerNorm takes the mean out. Step 07 measured its share of the stream's size: "
+        "0.024 on the average, less than that of random numbers. There is hardly anything to lose.",
     ),
     sabotaged(
         "eps-1e-2",
@@ -274,8 +272,9 @@ SABOTAGES = (
         low=1.05,
         high=2,
         loud=False,
-        explains="The embeddings have a mean square of about 0.015, so at the first norm an eps "
-        "of 0.01 is no small number; from the second layer on the stream is too large to notice.",
+        explains="The embeddings have a mean square of about 0.014, so at the first norm an eps "
+        "of 0.01 is no small number. After the first layer the mean square is above 1, and the eps "
+        "hardly counts.",
     ),
     sabotaged(
         "eps-1e-6",
@@ -283,7 +282,8 @@ SABOTAGES = (
         low=0.99,
         high=UNCHANGED,
         loud=False,
-        explains="Beside a mean square of 0.015 and more, one eps is as small as the other.",
+        explains="The eps was 0.00001. Beside a mean square of 0.014 and more, both are next to "
+        "nothing.",
     ),
     sabotaged(
         "gains-one",
@@ -301,8 +301,8 @@ SABOTAGES = (
         low=1e4,
         high=math.inf,
         loud=True,
-        explains="Each layer multiplies what the one before has grown, and a SwiGLU multiplies it "
-        "by itself, until float32 ends.",
+        explains="Each layer enlarges what the one before made, and a SwiGLU multiplies its input "
+        "by itself, until the numbers are too large for float32.",
     ),
     sabotaged(
         "float16-statistics",
@@ -310,9 +310,9 @@ SABOTAGES = (
         low=100,
         high=math.inf,
         loud=True,
-        explains="float16 ends at 65,504, so that from 256 on a square is infinite, and step 07 "
-        "saw 22,000: the mean is infinite, its inverse root 0, and the token goes silent, without "
-        "one NaN.",
+        explains="float16 ends at 65,504, so the square of 256 is infinite, and step 07 saw "
+        "22,000. The mean of squares is infinite, dividing by its root leaves 0 for the whole "
+        "token, and no NaN warns.",
     ),
     sabotaged(
         "bfloat16-statistics",
@@ -320,8 +320,8 @@ SABOTAGES = (
         low=0.99,
         high=UNCHANGED,
         loud=False,
-        explains="bfloat16 reaches as far as float32 and keeps two or three digits, and a scale "
-        "needs no more.",
+        explains="bfloat16 reaches as far as float32. It keeps two or three digits, and the mean "
+        "of squares needs no more.",
     ),
     sabotaged(
         "gate-and-up-exchanged",
@@ -346,7 +346,8 @@ SABOTAGES = (
         low=50,
         high=1e5,
         loud=True,
-        explains="SiLU's dip below zero looks like an accident of its formula. The model uses it.",
+        explains="The two differ most where SiLU dips below zero. The dip looks unimportant, but "
+        "the model uses it.",
     ),
     sabotaged(
         "relu2-for-silu",
@@ -362,8 +363,8 @@ SABOTAGES = (
         low=1e4,
         high=math.inf,
         loud=True,
-        explains="The original gated unit (Dauphin et al. 2017): its gate only opens and shuts, "
-        "SiLU's multiplies as well.",
+        explains="The original gated unit (Dauphin et al. 2017). A sigmoid is never more than 1; "
+        "SiLU grows with its input, and the model counts on that.",
     ),
     sabotaged(
         "no-gate",
@@ -371,8 +372,8 @@ SABOTAGES = (
         low=1e4,
         high=math.inf,
         loud=True,
-        explains="What the gate held back comes through, in every neuron, in every layer; and the "
-        "MLP is linear.",
+        explains="What the gate held back comes through, in every neuron of every layer. And the "
+        "MLP is now linear.",
     ),
     sabotaged(
         "new-head",
@@ -381,8 +382,8 @@ SABOTAGES = (
         low=1e3,
         high=math.inf,
         loud=True,
-        explains="A model that doesn't tie its head, and a loader that doesn't ask whether the "
-        "head got its numbers: it stays at its start. The perplexity is above that of guessing "
+        explains="The head is not tied, and the loader doesn't ask whether it got its numbers: it "
+        "keeps the random ones that it started with. The perplexity is above that of guessing "
         "evenly, 49,152.",
     ),
     sabotaged(
@@ -391,8 +392,8 @@ SABOTAGES = (
         low=100,
         high=math.inf,
         loud=True,
-        explains="The embeddings have a size of 0.1 and the stream behind the first layer one of "
-        "2: all others were trained on what it makes of them.",
+        explains="The first layer makes of embeddings of size 0.1 a stream of size 2. All others "
+        "were trained on that.",
     ),
     sabotaged(
         "middle-layer-skipped",
@@ -400,8 +401,8 @@ SABOTAGES = (
         low=1.05,
         high=2,
         loud=False,
-        explains="The stream goes by it. A layer in the middle adds a little to what is there, and "
-        "what follows reads the rest.",
+        explains="The residual stream goes on without it. A layer in the middle adds only a little "
+        "to what is there.",
     ),
     sabotaged(
         "last-layer-skipped",

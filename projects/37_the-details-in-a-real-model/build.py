@@ -76,30 +76,19 @@ class WeightsFile:
     def __init__(self, path: str | Path):
         installed("gguf")
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():
-            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
-        try:
-            self.raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
-            self.metadata, listed, first = read_header(self.raw)
-        except (struct.error, KeyError):
-            why = "it ends before its list of tensors does, or that list is damaged"
-            raise self.refusal(why) from None
-        except (OSError, ValueError) as error:  # ValueError: empty, or no GGUF file
-            raise self.refusal(getattr(error, "strerror", None) or str(error)) from None
+        self.raw, header = self.open()
+        self.metadata, listed, first = header
         self.tensors = {}
-        for name, shape, kind, offset in listed:
-            self.tensors[name] = self.locate(name, shape, kind, first + offset)
+        for name, shape, packing, offset in listed:
+            self.tensors[name] = self.locate(name, shape, packing, first + offset)
 
-    def refusal(self, why: str) -> UserError:
-        return UserError(f"{self.path} can't be used: {why}")
-
-    def locate(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
+    def locate(self, name: str, shape: tuple[int, ...], packing: int, start: int) -> StoredTensor:
         """How a tensor is packed, and which bytes of the file are its numbers."""
-        if kind not in list(gguf.GGMLQuantizationType):
-            why = f"is packed in a way that gguf doesn't know (number {kind})"
+        if packing not in list(gguf.GGMLQuantizationType):
+            why = f"is packed in a way that gguf doesn't know (number {packing})"
             raise self.refusal(f"tensor {name} {why}")
-        packing = gguf.GGMLQuantizationType(kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # so many numbers take so many bytes
+        packing = gguf.GGMLQuantizationType(packing)  # the number, and its name
+        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # Q4_1: 32 numbers take 20 bytes
         if not shape or shape[-1] % block:
             why = f"of shape {shape} doesn't divide into {packing.name}'s blocks of {block}"
             raise self.refusal(f"tensor {name} {why}")
@@ -120,12 +109,31 @@ class WeightsFile:
         except NotImplementedError:
             why = f"is packed as {stored.packing.name}, which gguf can't unpack"
             raise self.refusal(f"tensor {name} {why}") from None
-        return torch.from_numpy(np.require(numbers, np.float32, "W"))
+        return torch.from_numpy(np.require(numbers, np.float32, "W"))  # W: writable, for torch
+
+    def open(self) -> tuple[np.ndarray, tuple]:
+        """The file's bytes and its header, or the reason why there is none."""
+        if self.path.exists() and not self.path.is_file():
+            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
+        try:
+            raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
+            return raw, read_header(raw)
+        except (struct.error, KeyError):
+            why = "it ends before its list of tensors does, or that list is damaged"
+        except OSError as error:
+            why = error.strerror or str(error)
+        except ValueError as error:  # empty, or no GGUF file
+            why = str(error)
+        raise self.refusal(why)
+
+    def refusal(self, why: str) -> UserError:
+        return UserError(f"{self.path} can't be used: {why}")
 
 
 # ---------------------------------------------------------------- its header (step 09)
 
-# The kinds of number in the file: its code for each, and the letter by which struct reads it.
+# The kinds of number in the file: its code for each, and the letter by which Python's struct
+# module, which turns bytes into values, knows it.
 LETTERS = {
     0: "B",  # a whole number of 8 bits, never negative
     1: "b",  # the same with a sign
@@ -152,6 +160,7 @@ class Cursor:
 
     def take(self, letter: str) -> int | float | bool | bytes:
         """One value of the kind that `letter` means to struct."""
+        # "<": the lowest byte first.
         (value,) = struct.unpack_from("<" + letter, self.raw, self.at)
         self.at += struct.calcsize("<" + letter)
         return value
@@ -175,7 +184,7 @@ class Cursor:
 def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     """What stands before the numbers in a GGUF file.
 
-    Returns the metadata, (name, shape, kind, offset) of each tensor, and the byte at which the
+    Returns the metadata, (name, shape, packing, offset) of each tensor, and the byte at which the
     numbers begin: a tensor's offset counts from there.
     """
     cursor = Cursor(raw)
@@ -193,10 +202,10 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
         name = cursor.string()
         n_axes = cursor.take("I")
         sizes = [cursor.take("Q") for _ in range(n_axes)]
-        shape = tuple(reversed(sizes))  # the file lists the fastest axis first, torch last
-        kind = cursor.take("I")
+        shape = tuple(reversed(sizes))  # the file names the length of a row first, torch last
+        packing = cursor.take("I")
         offset = cursor.take("Q")
-        tensors.append((name, shape, kind, offset))
+        tensors.append((name, shape, packing, offset))
     alignment = metadata.get("general.alignment") or 32
     first = math.ceil(cursor.at / alignment) * alignment  # up to the next multiple of 32
     return metadata, tensors, first
@@ -205,7 +214,8 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
 # ---------------------------------------------------------------- its tokenizer (step 02)
 
 CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
-# How a text is cut into words before any merging, by the name that the file gives for it.
+# How a text is cut into words before any merging, by the name that the file gives for it. \p{L}
+# is any letter, \p{N} any digit.
 PATTERNS = {
     # "It's 42 cats" -> It|'s| 42| cats
     "gpt-2": CONTRACTION + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -232,8 +242,8 @@ class Tokenizer:
                 ids[bytes(letters[letter] for letter in token)] = i
             else:
                 self.special[token] = i
-        # tiktoken wants every byte to have an id. Those without one get ids past the last token,
-        # and encode() refuses a text in which such an id comes out.
+        # Some bytes are no token, and tiktoken wants an id for each byte: theirs come after the
+        # last token, and encode() refuses a text in which one comes out.
         self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
         for i, byte in enumerate(self.unsayable):
             ids[bytes([byte])] = self.n_tokens + i
@@ -244,7 +254,7 @@ class Tokenizer:
             special_tokens=self.special,
         )
         self.end = file.metadata.get("tokenizer.ggml.eos_token_id")  # ends an answer
-        self.chats = {"<|im_start|>", "<|im_end|>"} <= self.special.keys()
+        self.chats = "<|im_start|>" in self.special and "<|im_end|>" in self.special
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name in it stays text. UserError for a lost byte."""
@@ -281,6 +291,7 @@ def byte_letters() -> dict[str, int]:
     A byte that prints stands for itself. The others take the letters from number 256 on, in turn:
     a space is written Ġ, a newline Ċ.
     """
+    # "!" to "~", then the printing letters of Latin-1.
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     letters = {chr(byte): byte for byte in printing}
@@ -310,7 +321,8 @@ def check_vocabulary(file: WeightsFile) -> None:
     made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
     if -1 in made or made != sorted(made):
         raise file.refusal("its tokens are not numbered in the order of their merges")
-    unknown = set("".join(ids)) - byte_letters().keys()
+    used = set("".join(ids))  # every letter of every token
+    unknown = used - byte_letters().keys()
     if unknown:
         some = "".join(sorted(unknown)[:9])
         raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")
@@ -349,7 +361,7 @@ class GroupedQueryAttention(modern.RotaryAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D).
 
-        `start` is the position of the first token in x.
+        `start` is the position of the first token in x; step 06 reads a text in pieces.
         """
         B, T, _ = x.shape
         H = self.n_heads
@@ -401,7 +413,7 @@ class RealGPT(modern.ModernGPT):
     def states(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> what the head reads (B, T, C).
 
-        Logits for 49,152 tokens take 85 times as much memory: who needs few asks for few.
+        Logits for 49,152 tokens take 85 times as much memory, and not every position needs them.
         """
         x = self.embed(idx)
         for block in self.blocks:
@@ -435,13 +447,13 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         )
     except ValueError as error:
         raise file.refusal(str(error)) from None
-    only = {
+    required = {
         "rope.dimension_count": cfg.head_dim,
         "attention.key_length": cfg.head_dim,
         "rope.scaling.type": "none",
         "expert_count": 0,
     }
-    for name, ours in only.items():
+    for name, ours in required.items():
         theirs = field(name, ours)  # what the file doesn't say is taken to be as in our blocks
         if theirs != ours:
             raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
@@ -468,7 +480,7 @@ def slots(model: RealGPT) -> dict[str, torch.Tensor]:
     places["token_embd.weight"] = model.token_embedding.weight
     places["output_norm.weight"] = model.norm_f.weight
     if model.lm_head.weight is not model.token_embedding.weight:
-        places["output.weight"] = model.lm_head.weight
+        places["output.weight"] = model.lm_head.weight  # a head that is not tied
     for i, block in enumerate(model.blocks):
         for theirs, ours in BLOCK_NAMES.items():
             places[f"blk.{i}.{theirs}.weight"] = block.get_submodule(ours).weight
@@ -571,15 +583,15 @@ class CachedAttention(nn.Module):
         v = self.values[:, :, :end]
         if past == 0:
             return self.attn.mix(q, k, v, is_causal=True)
-        if T == 1:  # the last token sees all there are: no mask
+        if T == 1:  # the newest token may see every key: no mask
             return self.attn.mix(q, k, v)
-        mask = x.new_ones(T, end, dtype=torch.bool).tril(past)  # row t: the past, and 0 to t
+        mask = x.new_ones(T, end, dtype=torch.bool).tril(past)  # row t: all past keys, new 0 to t
         return self.attn.mix(q, k, v, mask)
 
 
 @contextmanager
 def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
-    """Within it, each call of the model reads on where the one before ended.
+    """Inside `with remembering(...)`, each call of the model reads on where the last one ended.
 
     ValueError for more positions than the model can read.
     """
@@ -610,7 +622,7 @@ def stream(
     temperature: float = 0.0,
     draws: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Within remembering(): read ids, then yield up to n_new tokens, or up to the token `end`.
+    """Inside remembering(): read ids, then yield up to n_new tokens, or up to the token `end`.
 
     Each is the likeliest one at temperature 0, else drawn from softmax(logits / temperature).
     """
@@ -657,7 +669,7 @@ def speed(model: RealGPT, ids: list[int], n_new: int = 64) -> tuple[float, float
     with remembering(model, len(ids) + n_new):
         started = time.perf_counter()
         writing = stream(model, ids, 1 + n_new)
-        next(writing)
+        next(writing)  # for the first token all ids are read
         read = time.perf_counter()
         n_written = sum(1 for _ in writing)
         written = time.perf_counter()
@@ -742,6 +754,13 @@ def log_text(blocks: list[str | Table]) -> str:
     return "\n\n".join(console.printable(part).rstrip("\n") for part in parts) + "\n"
 
 
+def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
+    """Inside remembering(): the tokens of the answer to ids, in the way that the flags say."""
+    return stream(
+        model, ids, options.tokens, tokenizer.end, options.temperature, options.draws
+    )
+
+
 def answer(model: RealGPT, tokenizer: Tokenizer, message: str, options) -> list[int]:
     """Print the answer to one message as it comes; a model that knows no chat continues it."""
     ids = tokenizer.chat(message) if tokenizer.chats else tokenizer.encode(message)
@@ -753,13 +772,6 @@ def answer(model: RealGPT, tokenizer: Tokenizer, message: str, options) -> list[
         )
     with remembering(model, len(ids) + options.tokens):
         return conversation.write_answer(reply(model, tokenizer, options, ids), tokenizer)
-
-
-def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
-    """Within remembering(): the tokens of the answer to ids, in the way that the flags say."""
-    return stream(
-        model, ids, options.tokens, tokenizer.end, options.temperature, options.draws
-    )
 
 
 def experiment(

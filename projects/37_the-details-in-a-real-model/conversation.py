@@ -30,8 +30,9 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     preset = parser.add_mutually_exclusive_group()
-    preset.add_argument("--tiny", action="store_true", help="three answers, a text (the default)")
-    preset.add_argument("--full", action="store_true", help="more text, by length of the context")
+    flag = {"action": "store_true"}
+    preset.add_argument("--tiny", **flag, help="three answers and a perplexity (the default)")
+    preset.add_argument("--full", **flag, help="also the perplexity by length of the context")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="answer this and stop")
     what.add_argument("--chat", action="store_true", help="hold a conversation")
@@ -111,7 +112,7 @@ def chat(
             say(f"The conversation has filled the {n_positions:,} positions that the model reads.")
             return 0
         written = write_answer(reply(ids), tokenizer)
-        n_read += len(ids) + len(written) - 1
+        n_read += len(ids) + len(written) - 1  # the last token is written, not read
         unread = [written[-1]]
         if written[-1] != tokenizer.end:  # cut short: the turn is closed in its place
             unread.append(tokenizer.end)

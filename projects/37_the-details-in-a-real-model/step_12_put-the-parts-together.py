@@ -1,12 +1,12 @@
 """Step 12: put the parts together. (Best read after step 03.)
 
-Step 03's attention goes into chapter 07's block, and the block into chapter 07's model. Each of
-the two needs one method, because chapter 05 cut them for that: a block asks make_attention() for
-its attention, and a model asks make_block() for its blocks. All else is there already: RMSNorm,
-SwiGLU, RoPE, the tied head, and the two lines that are the residual stream.
+Step 03's attention goes into chapter 07's block, and the block into chapter 07's model. One method
+for each is enough: a block asks make_attention() for its attention, and a model asks make_block()
+for its blocks. All else is there already: RMSNorm, SwiGLU, RoPE, the tied head, and the two lines
+that are the residual stream.
 
-One more method stops before the head. The head turns 576 numbers into 49,152 logits, and who
-writes a text needs the logits of the last position only.
+One more method, states(), stops before the head. The head turns 576 numbers into 49,152 logits, and
+to write a text we need those of the last position only.
 
 How large is each part? The file says it in its metadata, and read_config() makes a config of it.
 Where the file asks for something that our blocks don't have, it says so and stops: a model that
@@ -55,7 +55,7 @@ class RealGPT(modern.ModernGPT):
     def states(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> what the head reads (B, T, C).
 
-        Logits for 49,152 tokens take 85 times as much memory: who needs few asks for few.
+        Logits for 49,152 tokens take 85 times as much memory, and not every position needs them.
         """
         x = self.embed(idx)
         for block in self.blocks:
@@ -89,13 +89,13 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         )
     except ValueError as error:
         raise file.refusal(str(error)) from None
-    only = {
+    required = {
         "rope.dimension_count": cfg.head_dim,
         "attention.key_length": cfg.head_dim,
         "rope.scaling.type": "none",
         "expert_count": 0,
     }
-    for name, ours in only.items():
+    for name, ours in required.items():
         theirs = field(name, ours)  # what the file doesn't say is taken to be as in our blocks
         if theirs != ours:
             raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
@@ -124,14 +124,13 @@ def main() -> int:
     checks.equal("parameters", gpt.count_parameters(model), 134_515_008)
     tied = model.lm_head.weight is model.token_embedding.weight
     checks.equal("head tied", tied, True)
-    small = GroupedConfig(block_size=8, n_layers=2, n_heads=6, n_kv_heads=2, d_model=24)
-    little = RealGPT(small, vocab_size=31).eval()
-    gpt.init_parameters(little, seed=1)
+    small_cfg = GroupedConfig(block_size=8, n_layers=2, n_heads=6, n_kv_heads=2, d_model=24)
+    small = RealGPT(small_cfg, vocab_size=31).eval()
+    gpt.init_parameters(small, seed=1)
     idx = torch.tensor([[3, 1, 4, 1, 5]])
-    logits, loss = little(idx, torch.tensor([[1, 4, 1, 5, 9]]))
-    ours = little.lm_head(little.states(idx))
-    checks.close("states() and the head", ours, logits, 0)
-    checks.between("first loss: ln 31 = 3.43", loss.item(), 3.3, 3.6)
+    logits, loss = small(idx, torch.tensor([[1, 4, 1, 5, 9]]))
+    checks.close("states(), then the head", small.lm_head(small.states(idx)), logits, 0)
+    checks.between("untrained: ln 31 = 3.43", loss.item(), 3.3, 3.6)
     return checks.report()
 
 

@@ -10,8 +10,8 @@ of them what to do, and yet some have a clear job:
   came after it. If "The cat sat on" was in the text, then after "The dog sat" it reads "on". This
   is called an induction head (Olsson et al. 2022).
 - Many rest. They read the first token nearly alone, whatever the text. Weights must sum to 1, so a
-  head that has nothing to read needs a place to look at. No head does so in the first 12 layers;
-  it begins behind them, where step 07 saw a huge number appear in the first token.
+  head that has nothing to read needs a place to look at. No head of the first 12 layers does so; it
+  begins where step 07 saw a huge number appear in the first token.
 
     python step_14_watch-a-head.py
 
@@ -32,7 +32,9 @@ from shared.console import Table, say
 
 real = chapters.load_build(37)
 TEXT = "The cat sat on the mat because it was tired. The dog sat on the rug because it was"
-BEFORE, REPEATS, RESTS = (16, 0), (18, 6), (18, 8)  # layer and head, counted from 0
+BEFORE = (16, 0)  # layer and head, counted from 0
+REPEATS = (18, 6)
+RESTS = (18, 8)
 
 # ---------------------------------------------------------------- the idea
 
@@ -82,7 +84,8 @@ def main() -> int:
     draw_picture(maps, [tokenizer.encoding.decode([i]).strip() for i in ids])
     before = maps.diagonal(-1, 2, 3).mean(-1)  # (L, H): weight on the token before, all rows
     on_first = maps[:, :, 3:, 0].mean(-1)
-    # Tokens 13 to 15 and 17 to 19 stood 11 places earlier as well; 10 places earlier is the next.
+    # Token 13, "sat", is also token 2. After that came token 3, "on": 10 places before 13. So it is
+    # with these:
     again = [13, 14, 15, 17, 18, 19]
     repeated = torch.stack([maps[:, :, t, t - 10] for t in again]).mean(0)
     rows = []
@@ -103,9 +106,10 @@ def main() -> int:
     attn = model.blocks[16].attn
     x = torch.randn(1, 9, 576, generator=torch.Generator().manual_seed(1))
     _, _, v = attn.heads(x)
-    mixed = attention_weights(attn, x) @ v.repeat_interleave(3, dim=1)[0]  # (H, T, D)
+    v = v[0].repeat_interleave(3, dim=0)  # (H, T, D): a copy for each query head
+    mixed = attention_weights(attn, x) @ v
     ours = attn.proj(mixed.transpose(0, 1).flatten(1))
-    checks.close("times values: the output", ours, attn(x)[0], 1e-4)
+    checks.close("weights times values", ours, attn(x)[0], 1e-4)
     checks.close("each row sums to 1", maps.sum(-1), torch.ones_like(maps[..., 0]), 1e-5)
     checks.between("head 16.0, token before", before[BEFORE].item(), 0.6, 1)
     checks.between("head 18.6, what follows", repeated[REPEATS].item(), 0.6, 1)

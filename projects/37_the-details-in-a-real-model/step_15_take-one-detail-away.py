@@ -81,11 +81,15 @@ def skip(model: real.RealGPT, layer: int) -> nn.Module:
 # ---------------------------------------------------------------- look at it
 
 
+def shown(factor: float) -> str:
+    return f"{factor:.2f}" if factor < 100 else f"{factor:,.0f}"
+
+
 def draw_picture(times: dict[str, float]) -> Path:
     figure = figures.new_figure(8, 3.4)
     axes = figure.subplots()
     bars = axes.barh(list(times), list(times.values()), color=figures.COLOURS[0])
-    axes.bar_label(bars, [f"{factor:,.1f}" for factor in times.values()], padding=4)
+    axes.bar_label(bars, [shown(factor) for factor in times.values()], padding=4)
     axes.set(xscale="log", xlim=(0.9, 1e10), xlabel="times the perplexity of the whole model")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
@@ -111,7 +115,7 @@ def main() -> int:
     for what, broken in damaged.items():
         times[what] = (real.token_losses(broken, ids).mean() - whole).exp().item()
     draw_picture(times)
-    rows = [[what, f"{factor:,.2f}"] for what, factor in times.items()]
+    rows = [[what, shown(factor)] for what, factor in times.items()]
     say(f"Perplexity of the whole model on 128 tokens: {whole.exp():.2f}\n")
     say(Table(["what is changed", "times the perplexity"], rows))
     say("\nThe mean hardly matters: step 07 saw that there is nearly none. Without the gate")
