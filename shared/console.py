@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 COLUMNS = 80  # a terminal as wide as this gets bars
-PIPE_WIDTH = 10_000  # a pipe has no width to fit, so nothing is cut or wrapped
+PIPE_WIDTH = 10_000  # a pipe has no width to fit, so no line of words is cut or wrapped
+TABLE_WIDTH = 80  # of a table in a pipe or in a file, where nothing says how wide it may be
 CONTROLS = {
     code: "\N{REPLACEMENT CHARACTER}"
     for code in (*range(32), *range(127, 160))
@@ -88,7 +89,7 @@ def say(block: "str | Table" = "", style: str = "") -> None:
     """Print a message or a table. `style` (rich's, such as "bold") shows only where colour does."""
     console = _console()
     if isinstance(block, Table):
-        block = table_text(block, console.width)
+        block = table_text(block, console.width if console.is_terminal else TABLE_WIDTH)
     style = style if console.color_system else None
     console.print(printable(block).rstrip("\n"), style=style, soft_wrap=not console.is_terminal)
 
@@ -107,7 +108,7 @@ def tolerate_narrow_encodings() -> None:
             stream.reconfigure(errors="replace")
 
 
-def table_text(table: Table, width: int = PIPE_WIDTH) -> str:
+def table_text(table: Table, width: int = TABLE_WIDTH) -> str:
     """A table as plain text. Phrases fold at their spaces to fit `width`.
 
     Where numbers would still be cut, each row becomes a short list of its own.
@@ -131,6 +132,12 @@ def table_text(table: Table, width: int = PIPE_WIDTH) -> str:
     console.print(grid)
     text = "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
     return text if all(piece in text for piece in unbroken) else records_text(table)
+
+
+def log_text(blocks: list[str | Table]) -> str:
+    """What the terminal showed, as plain text for a file."""
+    parts = [table_text(b) if isinstance(b, Table) else b for b in blocks]
+    return "\n\n".join(printable(part).rstrip("\n") for part in parts) + "\n"
 
 
 def records_text(table: Table) -> str:

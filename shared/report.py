@@ -167,7 +167,7 @@ def say_and_draw(
     blocks = summarize(plan, results)
     blocks += [f"FAILED: {r.run}: {r.error}" for r in results if r.error]
     blocks = [paragraph(block) if isinstance(block, str) else block for block in blocks]
-    files.write_text(folder / "run_log.txt", log_text([setting_text(plan), *blocks]))
+    files.write_text(folder / "run_log.txt", console.log_text([setting_text(plan), *blocks]))
     for block in blocks:
         console.say()
         console.say(block)
@@ -197,12 +197,6 @@ def paragraph(text: str) -> str:
         else line
         for line in text.split("\n")
     )
-
-
-def log_text(blocks: list[str | Table]) -> str:
-    """What the terminal showed, as plain text at its natural width."""
-    parts = [console.table_text(b) if isinstance(b, Table) else b for b in blocks]
-    return "\n\n".join(console.printable(part).rstrip("\n") for part in parts) + "\n"
 
 
 # ---------------------------------------------------------------- what was asked

@@ -344,21 +344,11 @@ def run_all(case: Case, seed: int) -> int:
             progress.finish(sabotage.name, verdict(outcomes[-1]))
     rows = []
     for outcome in outcomes:
-        own = outcome.sabotage.instrument
-        rows.append(
-            [
-                outcome.sabotage.name,
-                noise(outcome.sabotage),
-                own,
-                outcome.healthy[own].text,
-                outcome.broken[own].text,
-                ", ".join(sorted(outcome.tripped - {own})) or "-",
-                "came true" if outcome.came_true else "DID NOT COME TRUE",
-            ]
-        )
+        one = outcome.sabotage
+        also = ", ".join(sorted(outcome.tripped - {one.instrument})) or "-"
+        rows.append([one.name, noise(one), one.instrument, also])
     console.say()
-    headers = ["sabotage", "kind", "instrument", "healthy", "broken", "trips too", "prediction"]
-    console.say(Table(headers, rows))
+    console.say(Table(["sabotage", "kind", "its light", "also red"], rows))
     console.say()
     failed = [outcome.sabotage.name for outcome in outcomes if not outcome.came_true]
     if failed:

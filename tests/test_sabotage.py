@@ -146,7 +146,7 @@ def test_all_sums_up_and_counts_failures(capsys):
     status, out = run(capsys, GOOD, "--all")
     assert status == 0 and "all 3 predictions came true" in out and all(s.name in out for s in TRUE)
     status, out = run(capsys, case_of(TRUE[0], FALSE["nothing happens"]), "--all")
-    assert status == 1 and "DID NOT COME TRUE" in out
+    assert status == 1 and "1 of 2 predictions did NOT come true: " in out
 
 
 def test_an_edit_is_shown_as_a_diff_with_its_place_and_run(capsys):

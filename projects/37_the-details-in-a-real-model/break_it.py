@@ -457,23 +457,12 @@ def run_all(seed: int) -> list[Outcome]:
 
 
 def summary(outcomes: list[Outcome]) -> Table:
-    well = outcomes[0].healthy
-    rows = [["healthy", "-", well["perplexity"].text, "1", well["answer"].text, "-"]]
+    """For each damage: how many times the healthy perplexity, and the answer."""
+    rows = [["healthy", "1", outcomes[0].healthy["answer"].text]]
     for outcome in outcomes:
-        one = outcome.sabotage
-        seen = outcome.broken
-        came_true = outcome.came_true and outcome.tripped == one.trips
-        rows.append(
-            [
-                one.name,
-                sabotage.noise(one),
-                seen["perplexity"].text,
-                times(seen["perplexity"].number),
-                seen["answer"].text,
-                "came true" if came_true else "DID NOT COME TRUE",
-            ]
-        )
-    return Table(["damage", "kind", "perplexity", "times healthy", QUESTION, "prediction"], rows)
+        factor = times(outcome.broken["perplexity"].number)
+        rows.append([outcome.sabotage.name, factor, outcome.broken["answer"].text])
+    return Table(["damage", "times healthy", QUESTION], rows)
 
 
 def times(factor: float) -> str:
@@ -522,14 +511,14 @@ def main(argv: list[str] | None = None) -> int:
     say(f"\nNow on {TEXT['--all']:,} tokens of documentation, with the question: {QUESTION}")
     outcomes = run_all(args.seed or 1)
     table = summary(outcomes)
-    wrong = sum("NOT" in row[-1] for row in table.rows)
-    ending = f"all {len(SABOTAGES)} predictions came true"
+    wrong = [o.sabotage.name for o in outcomes if not o.came_true or o.tripped != o.sabotage.trips]
+    ending = f"all {len(outcomes)} predictions came true"
     if wrong:
-        ending = f"{wrong} of {len(SABOTAGES)} predictions did NOT come true"
+        ending = f"{len(wrong)} of {len(outcomes)} did NOT come true: {', '.join(wrong)}"
     say()
     say(table)
     say(f"\n{ending}", style="bold red" if wrong else "bold green")
-    files.write_text(folder / "break_it.txt", real.log_text([table, ending]))
+    files.write_text(folder / "break_it.txt", console.log_text([table, ending]))
     files.write_bytes(folder / "perplexity.png", figures.png(draw(outcomes)))
     say(f"\nwritten to {folder}: break_it.txt, perplexity.png")
     return 1 if wrong else 0

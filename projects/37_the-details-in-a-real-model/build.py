@@ -748,12 +748,6 @@ def setting(file: WeightsFile, model: RealGPT, known: dict[str, str], options) -
     return "\n".join(lines)
 
 
-def log_text(blocks: list[str | Table]) -> str:
-    """What the terminal showed, as plain text."""
-    parts = [console.table_text(b) if isinstance(b, Table) else b for b in blocks]
-    return "\n\n".join(console.printable(part).rstrip("\n") for part in parts) + "\n"
-
-
 def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
     """Inside remembering(): the tokens of the answer to ids, in the way that the flags say."""
     return stream(
@@ -801,7 +795,7 @@ def experiment(
     found = measure(model, ids, options.full) | {"opening": opening, "answers": answers} | known
     blocks = [*tables(found, ids), compare(found, here / "expected")]
     files.write_json(folder / "results.json", found)
-    files.write_text(folder / "run_log.txt", log_text([words, *answers, *blocks]))
+    files.write_text(folder / "run_log.txt", console.log_text([words, *answers, *blocks]))
     for block in blocks:
         say()
         say(block)
