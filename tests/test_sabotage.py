@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from shared import chapters, sabotage
 from shared.chapters import Edit
@@ -283,3 +284,16 @@ def test_a_wrong_name_is_one_line_and_status_2(tmp_path, run_script):
     status, out, errors = run_script(script, "--sabotage", "no-such")
     assert status == 2 and out == ""
     assert errors.count("\n") == 1 and "no-such" in errors
+
+
+def test_a_damage_that_draws_gets_the_same_numbers_whenever_it_is_read():
+    def draw(patient):
+        return Reading("", True, torch.rand(()).item())
+
+    case = replace(GOOD, instruments=(Instrument("one", "?", draw), Instrument("two", "?", draw)))
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    first = examine(case, None)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(8)
+    assert examine(case, None) == first and first["one"] == first["two"]
