@@ -17,7 +17,7 @@ from ratios import Ratio, in_turns
 from shared import chapters, data, training
 
 BUILD = chapters.chapter_folder(7) / "build.py"
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3)  # those of a default run
 STEPS = 200
 JOB_ROUNDS = 2
 ROUNDS = 12
@@ -37,7 +37,7 @@ def ratios() -> list[Ratio]:
 
 
 def job_ratios() -> tuple[Ratio, Ratio]:
-    """The command of eight runs against the same eight in the naive form, and its start-up."""
+    """The command of `make tiny` against its twelve runs in the naive form, and its start-up."""
     against_naive = []
     start_up = []
     for _ in range(JOB_ROUNDS):
@@ -46,8 +46,8 @@ def job_ratios() -> tuple[Ratio, Ratio]:
         against_naive.append(ours / theirs)
         start_up.append(job_seconds("--steps", "1") / ours)
     return (
-        Ratio("eight runs of make tiny / in the naive form", against_naive, at_most=0.6),
-        Ratio("the same with one step / with 200: all that isn't training", start_up),
+        Ratio("make tiny / its twelve runs in the naive form", against_naive, at_most=0.75),
+        Ratio("make tiny with one step / with 200", start_up),
     )
 
 
@@ -55,7 +55,7 @@ def job_seconds(*flags: str) -> float:
     """Wall-clock seconds of build.py, from the command to its last line."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        command = [sys.executable, str(BUILD), "--seeds", str(len(SEEDS)), "--output-dir", folder]
+        command = [sys.executable, str(BUILD), "--output-dir", folder]
         subprocess.run([*command, *flags], check=True, capture_output=True)
         return time.perf_counter() - started
 
@@ -117,8 +117,9 @@ def against_products(corpus: data.Corpus, norm_type: str, mlp_type: str) -> Rati
             for x, layer, dy in zip(inputs, layers, upstream):
                 torch.autograd.grad(F.linear(x, layer), (x, layer), dy)
 
+    names = "LayerNorm+GELU" if mlp_type == "gelu" else "RMSNorm+SwiGLU"
     rounds = in_turns(our_steps(corpus, norm_type, mlp_type), products, ROUNDS)
-    return Ratio(f"a step of {norm_type}+{mlp_type} / its matrix products", rounds)
+    return Ratio(f"a step of {names} / its products", rounds)
 
 
 if __name__ == "__main__":
