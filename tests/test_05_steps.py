@@ -251,12 +251,32 @@ def test_the_block_is_torchs_encoder_layer_forward_and_all_gradients(gpt):
 
 def test_without_sums_input_and_gradient_are_lost():
     page = step(5)
-    alike, gradient = page.measure(page.BlockWithoutSums)
-    assert -0.2 < alike[-1] < 0.2
-    assert gradient < 0.2
-    alike, gradient = page.measure(page.Block)
-    assert 0.8 < alike[-1] <= 1.0
-    assert 0.8 < gradient < 1.25
+    noise = generator(1, "step 05", "gradient")
+    start = torch.randn(3, 11, 64, generator=noise, requires_grad=True)
+    from_above = torch.randn(3, 11, 64, generator=noise)  # a gradient of size 1
+    sizes = []
+    for block_class in (page.BlockWithoutSums, page.Block):
+        blocks = page.untrained_blocks(block_class, generator(1, "step 05"))
+        (gradient,) = torch.autograd.grad(nn.Sequential(*blocks)(start), start, from_above)
+        sizes.append(gradient.square().mean().sqrt().item())
+    assert sizes[0] < 0.2
+    assert 0.8 < sizes[1] < 1.25
+    assert -0.2 < page.likeness_to_input(page.BlockWithoutSums)[-1] < 0.2
+    assert 0.8 < page.likeness_to_input(page.Block)[-1] <= 1.0
+
+
+def test_a_block_whose_parts_output_0_leaves_input_and_gradient_as_they_are():
+    page = step(5)
+    noise = generator(1, "step 05", "silent")
+    cfg = page.GPTConfig(block_size=9, n_heads=3, d_model=12)
+    block = randomize(page.Block(cfg).double(), noise, 0.5)
+    for part in (block.attn.proj, block.mlp.proj):
+        nn.init.zeros_(part.weight)
+        nn.init.zeros_(part.bias)
+    x = normal(noise, 2, 7, 12).requires_grad_()
+    from_above = normal(noise, 2, 7, 12)
+    assert torch.equal(block(x), x)
+    assert torch.equal(torch.autograd.grad(block(x), x, from_above)[0], from_above)
 
 
 @pytest.fixture
