@@ -422,6 +422,16 @@ def test_torchs_own_start_is_far_off_if_tied_and_near_if_not():
     assert page.first_loss(untied) == pytest.approx(math.log(48) + 1 / 6, abs=0.1)
 
 
+def first_gradient_over_last(model, seed):
+    """How many times as large the first block's gradient is as the last block's."""
+    idx = torch.randint(95, (4, 32), generator=generator(seed, "tokens"))
+    targets = torch.randint(95, (4, 32), generator=generator(seed, "targets"))
+    model(idx, targets)[1].backward()
+    first = nn.utils.get_total_norm([p.grad for p in model.blocks[0].parameters()])
+    last = nn.utils.get_total_norm([p.grad for p in model.blocks[-1].parameters()])
+    return (first / last).item()
+
+
 @pytest.mark.parametrize(
     ("scaled", "growth_from", "growth_to", "gradient_from", "gradient_to"),
     [(True, 0.9, 1.1, 0.5, 3.0), (False, 4.0, 12.0, 5.0, 50.0)],
@@ -435,10 +445,12 @@ def test_growth_and_gradient_of_100_layers(
     ratios = []
     gradients = []
     for seed in (1, 2, 3):
-        flat, _ = page.measure(2, start, seed)
-        deep, gradient = page.measure(100, start, seed)
+        flat = page.sizes_of_stream(2, start, seed)
+        deep = page.sizes_of_stream(100, start, seed)
         ratios.append(deep[-1] / deep[0] / (flat[-1] / flat[0]))
-        gradients.append(gradient)
+        model = page.GPT(page.GPTConfig(n_layers=100, d_model=128), 95)
+        start(model, seed)
+        gradients.append(first_gradient_over_last(model, seed))
     assert growth_from < verdict.interval(ratios).mean < growth_to
     assert gradient_from < max(gradients) < gradient_to
 
