@@ -529,28 +529,48 @@ def test_temperature_zero_takes_the_models_likeliest_token_twenty_times():
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.0, 0.0])
 
 
+class SameLogits(nn.Module):
+    """Stands in for a model: after every context the same logits, so that draws can be counted."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+        self.cfg = step(10).GPTConfig(block_size=5)
+
+    def forward(self, idx):
+        return self.logits.expand(*idx.shape, -1), None
+
+
+def shares_drawn(**dials):
+    """How often each token comes in 40,000 draws."""
+    contexts = torch.zeros(40_000, 3, dtype=torch.int64)
+    draws = generator(1, "draws")
+    drawn = step(11).generate(SameLogits(LOGITS), contexts, 1, generator=draws, **dials)
+    return torch.bincount(drawn[:, -1], minlength=len(LOGITS)) / 40_000
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_softmax_says(temperature):
     p = LOGITS.double().div(temperature).exp()
     p /= p.sum()
     standard_error = (p * (1 - p) / 40_000).sqrt().max().item()
-    drawn = step(11).shares_drawn(LOGITS, temperature=temperature)
+    drawn = shares_drawn(temperature=temperature)
     assert_close(drawn.double(), p, 5 * standard_error)
 
 
 def test_top_k_from_one_to_more_than_there_are():
-    drawn = step(11).shares_drawn
-    two = drawn(LOGITS, top_k=2)
+    two = shares_drawn(top_k=2)
     assert two.nonzero().flatten().tolist() == [1, 3]
     assert (two[1] / two[3]).item() == pytest.approx(math.e, abs=0.1)
-    assert drawn(LOGITS, top_k=1)[1] == 1.0
-    assert torch.equal(drawn(LOGITS, top_k=99), drawn(LOGITS))
+    assert shares_drawn(top_k=1)[1] == 1.0
+    assert shares_drawn(temperature=0.0)[1] == 1.0
+    assert torch.equal(shares_drawn(top_k=99), shares_drawn())
 
 
 def test_it_writes_on_beyond_block_size():
     page = step(11)
     start = torch.zeros(1, 1, dtype=torch.int64)
-    assert page.generate(page.SameLogits(LOGITS), start, 12, 0.0)[0].tolist() == [0] + [1] * 12
+    assert page.generate(SameLogits(LOGITS), start, 12, 0.0)[0].tolist() == [0] + [1] * 12
 
 
 @pytest.mark.parametrize(
@@ -561,7 +581,7 @@ def test_wrong_dials_and_an_empty_context_are_refused(dials, length, says):
     page = step(11)
     context = torch.zeros(1, length, dtype=torch.int64)
     with pytest.raises(ValueError, match=says):
-        page.generate(page.SameLogits(LOGITS), context, 1, **dials)
+        page.generate(SameLogits(LOGITS), context, 1, **dials)
 
 
 # ---------------------------------------------------------------- 12: byte pairs
@@ -579,7 +599,15 @@ def test_learned_merges_are_the_textbooks():
     )
     merges = step(12).learn_merges([text.replace(" ", "\n")], 4)
     assert merges == [b"es", b"est", b"lo", b"low"]
+    assert step(12).learn_plainly([text.replace(" ", "\n")], 4) == merges
     assert step(12).learn_merges(["abc"], 9) == [b"ab", b"abc"]  # then nothing is left to join
+
+
+def test_the_stored_table_begins_with_the_bytes_and_holds_no_token_twice():
+    table = data.bpe4k_encoding()
+    known = [table.decode_single_token_bytes(i) for i in range(table.n_vocab)]
+    assert known[:256] == [bytes([b]) for b in range(256)]
+    assert len(set(known)) == len(known) == 4096
 
 
 def test_learned_merges_encode_as_tiktoken_does():
@@ -602,9 +630,10 @@ def test_learned_merges_encode_as_tiktoken_does():
 
 
 def test_write_vocabulary_writes_the_bytes_and_then_the_pairs(tmp_path, monkeypatch):
-    """On a small text; the whole source code takes minutes."""
+    """On a small text; the whole source code takes minutes. It comes as torch_source's dict does."""
+    assert all(name.endswith(".py") for name in data.torch_source())
     monkeypatch.setattr(data, "BPE4K_FILE", tmp_path / "small.tiktoken")
-    monkeypatch.setattr(data, "torch_source", lambda: ["low\n" * 5 + "newest\n" * 6])
+    monkeypatch.setattr(data, "torch_source", lambda: {"a.py": "low\n" * 5 + "newest\n" * 6})
     step(12).write_vocabulary(258)
     encoding = data.bpe4k_encoding()
     assert encoding.n_vocab == 258
