@@ -630,7 +630,7 @@ def test_learned_merges_encode_as_tiktoken_does():
 
 
 def test_write_vocabulary_writes_the_bytes_and_then_the_pairs(tmp_path, monkeypatch):
-    """On a small text; the whole source code takes minutes. It comes as torch_source's dict does."""
+    """On a small text; the whole source code takes minutes. It comes in a dict, as that does."""
     assert all(name.endswith(".py") for name in data.torch_source())
     monkeypatch.setattr(data, "BPE4K_FILE", tmp_path / "small.tiktoken")
     monkeypatch.setattr(data, "torch_source", lambda: {"a.py": "low\n" * 5 + "newest\n" * 6})

@@ -15,8 +15,8 @@ Three details:
   -∞, so their shares are 0.
 - Heads: one set of shares is one look at the past. H small attentions, called heads, are H looks at
   once. A last matrix, proj, mixes what they found.
-- √D: a score is a sum of D products, and for random numbers of size 1 such a sum has size √D. Scores
-  of that size would make softmax give nearly everything to one position, so they are divided by √D.
+- √D: a score is a sum of D products, and for random numbers of size 1 such a sum has size √D. Such
+  scores would make softmax give nearly everything to one position, so they are divided by √D.
 
     python step_03_build-causal-self-attention.py
 
@@ -99,7 +99,7 @@ def draw_picture() -> Path:
     letters = F.one_hot(torch.tensor([ord(letter) - ord(" ") for letter in text])).float()
     places = torch.eye(T)  # row t is the vector of position t
     places_before = places.roll(1, dims=0)  # row t is the vector of position t - 1
-    # A query scores highest with a key equal to it; times 9 makes the shares clear.
+    # A query scores highest with a key equal to it. The 9 makes scores large, and shares clear.
     _, own_letter = attend_by_hand(9 * letters, 9 * letters, letters)
     _, one_back = attend_by_hand(9 * places_before, 9 * places, letters)
     titles = ("who may look at whom", "a head: the same letter", "another: the letter before")

@@ -71,7 +71,7 @@ def first_loss_by_formula(vocab_size: int, d_model: int, std: float) -> float:
 
 @torch.no_grad()
 def first_loss(model: nn.Module) -> float:
-    """log Σ e^z minus the target's logit, the mean over random contexts and all possible targets."""
+    """log Σ e^z minus the target's logit, the mean over random contexts and all targets."""
     idx = torch.randint(model.vocab_size, (64, 32), generator=generator(1, "first loss"))
     logits, _ = model(idx)
     return (logits.logsumexp(-1) - logits.mean(-1)).mean().item()

@@ -9,8 +9,8 @@ The remedy: the matrices that write start √(2L) times smaller, σ/√(2L) (Rad
 the sum is equally large at any depth. Measured at width 128, from start to end: the stream grows
 1.8-fold with 2 layers and with 100; unscaled it grows 3-fold and 22-fold.
 
-init_parameters finds the writers by their class, ResidualWriter: a name can differ from one model to
-the next. What it says about "fan_in" is for chapter 07.
+init_parameters finds the writers by their class, ResidualWriter, as names differ: both are "proj"
+here, but chapter 07 has a "down_proj". What it says about "fan_in" is for chapter 07 too.
 
     python step_09_scale-the-residual-writers.py
 
