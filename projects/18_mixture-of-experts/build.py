@@ -64,7 +64,7 @@ class Slices(NamedTuple):
     sizes: list[int]  # E numbers: the rows of each expert's slice
     token: torch.Tensor  # (R,): the token of each row; an idle row names token 0
     place: torch.Tensor  # (M,): the row of each pair, in the tokens' order: 0A 0B 1A 2B 3A 3B
-    first: torch.Tensor  # (N,): the number of each token's first pair in that order
+    first: torch.Tensor  # (N,): where in place each token's pairs begin, for Collect to add them
 
 
 def make_slices(chosen: torch.Tensor) -> Slices:
@@ -74,13 +74,16 @@ def make_slices(chosen: torch.Tensor) -> Slices:
     rows = eights * SLICE_ROWS  # (E,): rows of each slice
     start = rows.cumsum(0) - rows  # (E,): the row where each slice begins
     rank = chosen.cumsum(0) - 1  # (N, E): how many tokens stand before this one in the slice
-    row = start + rank  # (N, E): means something only where the expert is chosen
-    place = row[chosen]  # (M,): token by token
-    count = chosen.sum(1)  # (N,): experts of each token
-    first = count.cumsum(0) - count  # (N,)
+    row = start + rank  # (N, E): the row of each token in each slice, if it chose that expert
+    place = row[chosen]  # (M,): the rows of the pairs, token by token
+
     sizes = rows.tolist()
     owner = chosen.nonzero()[:, 0]  # (M,): the token of each pair
-    token = place.new_zeros(sum(sizes)).scatter(0, place, owner)  # (R,): token[place] = owner
+    token = place.new_zeros(sum(sizes))  # (R,): idle rows keep the 0
+    token[place] = owner
+
+    count = chosen.sum(1)  # (N,): pairs of each token
+    first = count.cumsum(0) - count  # (N,): how many pairs the tokens before this one have
     return Slices(sizes, token, place, first)
 
 
@@ -138,7 +141,8 @@ def dispatch_in_groups(
     """Token n's output, (N, C): Σ over its chosen e of weight[n, e] · experts[e](tokens[n])."""
     sizes, token, place, first = make_slices(chosen)
     gate = weight.masked_select(chosen)  # (M,): the gate of each pair
-    gates = weight.new_zeros(len(token)).scatter(0, place, gate)  # (R,): 0 in idle rows
+    gates = weight.new_zeros(len(token))  # (R,): idle rows keep the 0
+    gates[place] = gate
     rows = Spread.apply(tokens, token, place, first)  # (R, C)
     y = run(experts, rows, gates[:, None], sizes)  # (R, C), in bfloat16 under autocast
     return Collect.apply(y.to(tokens.dtype), token, place, first)

@@ -67,9 +67,7 @@ def expert_capacity(n_tokens: int, n_experts: int, top_k: int, capacity_factor: 
 class SwitchMoE(GroupedMoE):
     """One expert a token, and in training a limit for each expert (Fedus et al. 2022, section 2.2).
 
-    A token that finds its expert full is dropped: the layer's output for it is zero. Tokens are
-    served in their order, so no later token pushes an earlier one out; but how many are served
-    grows with how many there are. In evaluation nothing is dropped.
+    Tokens are served in their order, so no later token pushes an earlier one out.
     """
 
     renormalizes = False

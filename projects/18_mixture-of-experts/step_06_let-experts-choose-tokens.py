@@ -127,8 +127,8 @@ def main() -> int:
     }
     leaks = {name: int(changed.triu(1).sum()) for name, changed in maps.items()}
     console.say(f"The picture is {draw_picture(maps)}.")
-    console.say("Red is a leak: an output that changes with a later token. Grey is none: the")
-    console.say("token itself, or earlier ones that took the places. Red squares by panel:")
+    console.say("Red is a leak: an output that changes with a later token. Grey is no leak: an")
+    console.say("output that changes with its own token or an earlier one. Red squares by panel:")
     console.say()
     console.say(console.Table(["router", "leaks"], [[name, str(n)] for name, n in leaks.items()]))
 

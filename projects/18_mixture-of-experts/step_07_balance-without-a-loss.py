@@ -19,6 +19,7 @@ Shapes: N tokens, C = d_model, E experts, k = top_k.
 
 import sys
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -30,6 +31,7 @@ from shared.randomness import generator
 
 top_k_mask = chapters.load_step(18, 1).top_k_mask
 random_moe = chapters.load_step(18, 3).random_moe
+max_violation = chapters.load_step(18, 4).max_violation
 Routing = chapters.load_step(18, 4).Routing
 GroupedMoE = chapters.load_step(18, 4).GroupedMoE
 SparseConfig = chapters.load_step(18, 5).SparseConfig
@@ -91,8 +93,8 @@ def run(moe: BiasMoE, n_batches: int = 300) -> list[list[float]]:
 
 
 def unevenness(loads: list[list[float]]) -> float:
-    """MaxVio, the largest load over the mean load minus 1; the mean over the last 100 batches."""
-    return sum(max(load) * len(load) - 1 for load in loads[-100:]) / 100
+    """Step 04's MaxVio, as a mean over the last 100 batches."""
+    return mean(max_violation(torch.tensor(load)) for load in loads[-100:])
 
 
 def draw_picture(loads: dict[float, list[list[float]]]) -> Path:

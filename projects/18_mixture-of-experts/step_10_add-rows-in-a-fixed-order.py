@@ -23,7 +23,7 @@ Three lists say which belong together. For rows that hold tokens 0, 2, 1, 2:
     place   0 2 1 3    the rows, sorted by token: token 0's, token 1's, the two of token 2
     first   0 1 2      where in place each token's rows begin
 
-Shapes: N tokens, C channels, R rows; token (R,), first (N,), place (M,): M rows are in use.
+Shapes: N tokens, C channels, R rows; token (R,), first (N,), place (M,): idle rows are in no sum.
 """
 
 import sys

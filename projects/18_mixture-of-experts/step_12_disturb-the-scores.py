@@ -69,8 +69,9 @@ def moved(chosen: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def jittered(jitter: float) -> JitteredMoE:
-    moe = random_moe(16, 3, 24, 7)
-    moe.__class__ = JitteredMoE  # the same layer with the same weights, read as this class
+    cfg = modern.ModernConfig(d_model=24, n_heads=1, d_hidden=7, n_experts=16, top_k=3)
+    moe = JitteredMoE(cfg)
+    moe.load_state_dict(random_moe(16, 3, 24, 7).state_dict())
     moe.jitter = jitter
     moe.draw = generator(1, "step_12", "jitter")
     return moe.train()

@@ -5,9 +5,9 @@ happen? Train one small model three times, from the same start and on the same t
 balancing, with the balance loss of step 04, and with the bias of step 07. Every few steps, count
 how many tokens each expert gets.
 
-Training minimises the cross-entropy plus a weight times the balance loss. That is computed for each
-layer alone, and then averaged. If one layer used only experts 0 to 3, and the next only 4 to 7, the
-two together would look balanced, and neither is.
+Training minimises the cross-entropy plus a weight times the balance loss. The balance loss is
+computed for each layer alone, and then averaged. If one layer used only experts 0 to 3, and the
+next only 4 to 7, the two together would look balanced, and neither is.
 
     python step_14_watch-the-load-in-training.py
 

@@ -68,7 +68,7 @@ def make(router_type: str, top_k: int) -> SparseGPT:
 
 @torch.no_grad()
 def dependence(model: nn.Module, texts: torch.Tensor) -> list[float]:
-    """How far the last text's first 8 outputs move without the other texts, and if cut after 8."""
+    """How far the last text's first 8 outputs move: without other texts, without later tokens."""
     logits, _ = model(texts)
     together = logits[-1, :8]
     logits, _ = model(texts[-1:])
