@@ -595,17 +595,16 @@ def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
 
     ValueError for more positions than the model can read.
     """
-    if n_positions > model.cfg.block_size:
-        raise ValueError(
-            f"{n_positions} positions don't fit a block_size of {model.cfg.block_size}"
-        )
+    longest = model.cfg.block_size
+    if n_positions > longest:
+        raise ValueError(f"{n_positions} positions don't fit a block_size of {longest}")
     for block in model.blocks:
         block.attn = CachedAttention(block.attn, n_positions)
     try:
         yield
     finally:
         for block in model.blocks:
-            block.attn = block.attn.attn
+            block.attn = block.attn.attn  # the attention without its memory
 
 
 # ---------------------------------------------------------------- writing (step 13)
