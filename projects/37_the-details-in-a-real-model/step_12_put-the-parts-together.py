@@ -89,6 +89,7 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         )
     except ValueError as error:
         raise file.refusal(str(error)) from None
+    # What our blocks can't vary. If the file says nothing about it, it is taken to be so.
     required = {
         "rope.dimension_count": cfg.head_dim,
         "attention.key_length": cfg.head_dim,
@@ -96,7 +97,7 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         "expert_count": 0,
     }
     for name, ours in required.items():
-        theirs = field(name, ours)  # what the file doesn't say is taken to be as in our blocks
+        theirs = field(name, ours)
         if theirs != ours:
             raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
     return cfg
