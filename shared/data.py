@@ -245,10 +245,8 @@ class Corpus:
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self.train, self.validation = (
-            torch.from_numpy(self.train),
-            torch.from_numpy(self.validation),
-        )
+        self.train = torch.from_numpy(self.train)
+        self.validation = torch.from_numpy(self.validation)
 
 
 def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:

@@ -210,7 +210,8 @@ def setting_text(plan: Plan) -> str:
     """The head of every run's output and log."""
     corpus = plan.corpus
     training = plan.training
-    first, last = plan.seeds[0], plan.seeds[-1]
+    first = plan.seeds[0]
+    last = plan.seeds[-1]
     seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
     block_size = plan.configs[plan.baseline].block_size
     workers = max(1, min(plan.options.workers, plan.n_runs))

@@ -41,7 +41,7 @@ from shared.sabotage import Reading, examine
 LOCK_TIMEOUT = 600.0  # seconds after which a worker no longer waits for what another one makes
 ENCODING_ERRORS = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
 # A test that asks for one of these is slow: it starts processes or trains.
-SLOW_FIXTURES = {"run_script", "tiny_run", "step_run", "examined", "text_file"}
+SLOW_FIXTURES = {"run_script", "step_run", "examined", "text_file"}
 REAL_MODEL = re.compile(r"test_37_(model|steps)|(test_step_holds|test_break_it).*\[37[-_]")
 BREAK_IT = re.compile(r"test_(\d\d)_break_it|test_break_it.*\[(\d\d)[-_]")
 READ = {37: 64}  # tokens that a patient of chapter 37 reads here; 256 where a person looks at one
@@ -167,31 +167,6 @@ def shared_folder(tmp_path_factory) -> Path:
 def once(shared_folder) -> Once:
     """once("name", make) -> make()'s value, made by one worker for all."""
     return Once(shared_folder)
-
-
-class TinyRun(NamedTuple):
-    """A default run of a build.py, as a person starts it."""
-
-    status: int
-    out: str
-    err: str
-    folder: Path  # results.json, run_log.txt and the pictures
-
-
-@pytest.fixture(scope="session")
-def tiny_run(once, shared_folder) -> Callable[[int], TinyRun]:
-    """tiny_run(chapter): `build.py --tiny`, run once in a session. Write nothing there."""
-
-    def run(chapter: int) -> TinyRun:
-        folder = shared_folder / f"chapter {chapter:02d}"
-        build = chapters.chapter_folder(chapter) / "build.py"
-
-        def make() -> tuple[int, str, str]:
-            return script(shared_folder, build, "--tiny", "--output-dir", str(folder))
-
-        return TinyRun(*once(f"tiny run {chapter}", make), folder)
-
-    return run
 
 
 class StepRun(NamedTuple):

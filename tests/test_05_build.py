@@ -238,7 +238,7 @@ def test_the_sample_continues_text_that_was_left_out(gpt, model):
 
 
 @pytest.mark.slow
-def test_the_run_says_how_much_likelier_the_true_token_became(gpt, tmp_path, monkeypatch, capsys):
+def test_the_run_says_how_much_likelier_the_true_token_became(gpt, forked, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text"
     text.write_text("abcd" * 400, encoding="utf-8")
     preset = gpt.PRESETS["tiny"]
@@ -256,7 +256,7 @@ def test_the_run_says_how_much_likelier_the_true_token_became(gpt, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_the_trained_model_continues_a_prompt(gpt, tmp_path, monkeypatch, capsys):
+def test_the_trained_model_continues_a_prompt(gpt, forked, tmp_path, monkeypatch, capsys):
     text = tmp_path / "text"
     text.write_text("abcd" * 400, encoding="utf-8")
     preset = gpt.PRESETS["tiny"]

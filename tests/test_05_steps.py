@@ -251,12 +251,32 @@ def test_the_block_is_torchs_encoder_layer_forward_and_all_gradients(gpt):
 
 def test_without_sums_input_and_gradient_are_lost():
     page = step(5)
-    alike, gradient = page.measure(page.BlockWithoutSums)
-    assert -0.2 < alike[-1] < 0.2
-    assert gradient < 0.2
-    alike, gradient = page.measure(page.Block)
-    assert 0.8 < alike[-1] <= 1.0
-    assert 0.8 < gradient < 1.25
+    noise = generator(1, "step 05", "gradient")
+    start = torch.randn(3, 11, 64, generator=noise, requires_grad=True)
+    from_above = torch.randn(3, 11, 64, generator=noise)  # a gradient of size 1
+    sizes = []
+    for block_class in (page.BlockWithoutSums, page.Block):
+        blocks = page.untrained_blocks(block_class, generator(1, "step 05"))
+        (gradient,) = torch.autograd.grad(nn.Sequential(*blocks)(start), start, from_above)
+        sizes.append(gradient.square().mean().sqrt().item())
+    assert sizes[0] < 0.2
+    assert 0.8 < sizes[1] < 1.25
+    assert -0.2 < page.likeness_to_input(page.BlockWithoutSums)[-1] < 0.2
+    assert 0.8 < page.likeness_to_input(page.Block)[-1] <= 1.0
+
+
+def test_a_block_whose_parts_output_0_leaves_input_and_gradient_as_they_are():
+    page = step(5)
+    noise = generator(1, "step 05", "silent")
+    cfg = page.GPTConfig(block_size=9, n_heads=3, d_model=12)
+    block = randomize(page.Block(cfg).double(), noise, 0.5)
+    for part in (block.attn.proj, block.mlp.proj):
+        nn.init.zeros_(part.weight)
+        nn.init.zeros_(part.bias)
+    x = normal(noise, 2, 7, 12).requires_grad_()
+    from_above = normal(noise, 2, 7, 12)
+    assert torch.equal(block(x), x)
+    assert torch.equal(torch.autograd.grad(block(x), x, from_above)[0], from_above)
 
 
 @pytest.fixture
@@ -402,6 +422,16 @@ def test_torchs_own_start_is_far_off_if_tied_and_near_if_not():
     assert page.first_loss(untied) == pytest.approx(math.log(48) + 1 / 6, abs=0.1)
 
 
+def first_gradient_over_last(model, seed):
+    """How many times as large the first block's gradient is as the last block's."""
+    idx = torch.randint(95, (4, 32), generator=generator(seed, "tokens"))
+    targets = torch.randint(95, (4, 32), generator=generator(seed, "targets"))
+    model(idx, targets)[1].backward()
+    first = nn.utils.get_total_norm([p.grad for p in model.blocks[0].parameters()])
+    last = nn.utils.get_total_norm([p.grad for p in model.blocks[-1].parameters()])
+    return (first / last).item()
+
+
 @pytest.mark.parametrize(
     ("scaled", "growth_from", "growth_to", "gradient_from", "gradient_to"),
     [(True, 0.9, 1.1, 0.5, 3.0), (False, 4.0, 12.0, 5.0, 50.0)],
@@ -415,10 +445,12 @@ def test_growth_and_gradient_of_100_layers(
     ratios = []
     gradients = []
     for seed in (1, 2, 3):
-        flat, _ = page.measure(2, start, seed)
-        deep, gradient = page.measure(100, start, seed)
+        flat = page.sizes_of_stream(2, start, seed)
+        deep = page.sizes_of_stream(100, start, seed)
         ratios.append(deep[-1] / deep[0] / (flat[-1] / flat[0]))
-        gradients.append(gradient)
+        model = page.GPT(page.GPTConfig(n_layers=100, d_model=128), 95)
+        start(model, seed)
+        gradients.append(first_gradient_over_last(model, seed))
     assert growth_from < verdict.interval(ratios).mean < growth_to
     assert gradient_from < max(gradients) < gradient_to
 
@@ -497,28 +529,48 @@ def test_temperature_zero_takes_the_models_likeliest_token_twenty_times():
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.0, 0.0])
 
 
+class SameLogits(nn.Module):
+    """Stands in for a model: after every context the same logits, so that draws can be counted."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+        self.cfg = step(10).GPTConfig(block_size=5)
+
+    def forward(self, idx):
+        return self.logits.expand(*idx.shape, -1), None
+
+
+def shares_drawn(**dials):
+    """How often each token comes in 40,000 draws."""
+    contexts = torch.zeros(40_000, 3, dtype=torch.int64)
+    draws = generator(1, "draws")
+    drawn = step(11).generate(SameLogits(LOGITS), contexts, 1, generator=draws, **dials)
+    return torch.bincount(drawn[:, -1], minlength=len(LOGITS)) / 40_000
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_softmax_says(temperature):
     p = LOGITS.double().div(temperature).exp()
     p /= p.sum()
     standard_error = (p * (1 - p) / 40_000).sqrt().max().item()
-    drawn = step(11).shares_drawn(LOGITS, temperature=temperature)
+    drawn = shares_drawn(temperature=temperature)
     assert_close(drawn.double(), p, 5 * standard_error)
 
 
 def test_top_k_from_one_to_more_than_there_are():
-    drawn = step(11).shares_drawn
-    two = drawn(LOGITS, top_k=2)
+    two = shares_drawn(top_k=2)
     assert two.nonzero().flatten().tolist() == [1, 3]
     assert (two[1] / two[3]).item() == pytest.approx(math.e, abs=0.1)
-    assert drawn(LOGITS, top_k=1)[1] == 1.0
-    assert torch.equal(drawn(LOGITS, top_k=99), drawn(LOGITS))
+    assert shares_drawn(top_k=1)[1] == 1.0
+    assert shares_drawn(temperature=0.0)[1] == 1.0
+    assert torch.equal(shares_drawn(top_k=99), shares_drawn())
 
 
 def test_it_writes_on_beyond_block_size():
     page = step(11)
     start = torch.zeros(1, 1, dtype=torch.int64)
-    assert page.generate(page.SameLogits(LOGITS), start, 12, 0.0)[0].tolist() == [0] + [1] * 12
+    assert page.generate(SameLogits(LOGITS), start, 12, 0.0)[0].tolist() == [0] + [1] * 12
 
 
 @pytest.mark.parametrize(
@@ -529,7 +581,7 @@ def test_wrong_dials_and_an_empty_context_are_refused(dials, length, says):
     page = step(11)
     context = torch.zeros(1, length, dtype=torch.int64)
     with pytest.raises(ValueError, match=says):
-        page.generate(page.SameLogits(LOGITS), context, 1, **dials)
+        page.generate(SameLogits(LOGITS), context, 1, **dials)
 
 
 # ---------------------------------------------------------------- 12: byte pairs
@@ -547,7 +599,15 @@ def test_learned_merges_are_the_textbooks():
     )
     merges = step(12).learn_merges([text.replace(" ", "\n")], 4)
     assert merges == [b"es", b"est", b"lo", b"low"]
+    assert step(12).learn_plainly([text.replace(" ", "\n")], 4) == merges
     assert step(12).learn_merges(["abc"], 9) == [b"ab", b"abc"]  # then nothing is left to join
+
+
+def test_the_stored_table_begins_with_the_bytes_and_holds_no_token_twice():
+    table = data.bpe4k_encoding()
+    known = [table.decode_single_token_bytes(i) for i in range(table.n_vocab)]
+    assert known[:256] == [bytes([b]) for b in range(256)]
+    assert len(set(known)) == len(known) == 4096
 
 
 def test_learned_merges_encode_as_tiktoken_does():
@@ -570,9 +630,10 @@ def test_learned_merges_encode_as_tiktoken_does():
 
 
 def test_write_vocabulary_writes_the_bytes_and_then_the_pairs(tmp_path, monkeypatch):
-    """On a small text; the whole source code takes minutes."""
+    """On a small text; the whole source code takes minutes. It comes in a dict, as that does."""
+    assert all(name.endswith(".py") for name in data.torch_source())
     monkeypatch.setattr(data, "BPE4K_FILE", tmp_path / "small.tiktoken")
-    monkeypatch.setattr(data, "torch_source", lambda: ["low\n" * 5 + "newest\n" * 6])
+    monkeypatch.setattr(data, "torch_source", lambda: {"a.py": "low\n" * 5 + "newest\n" * 6})
     step(12).write_vocabulary(258)
     encoding = data.bpe4k_encoding()
     assert encoding.n_vocab == 258

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 from shared import chapters
 

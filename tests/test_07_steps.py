@@ -398,18 +398,3 @@ def test_the_model_of_page_10_is_the_builds(modern):
                     gpt.init_parameters(model, seed=3)
                     logits.append(model(idx)[0])
                 assert torch.equal(*logits), parts
-
-
-def test_every_name_of_the_builds_model_stands_in_a_page():
-    import ast
-
-    text = (chapters.chapter_folder(7) / "build.py").read_text(encoding="utf-8")
-    model_part = text[: text.index("# ---------------------------------------------------------------- experiment")]
-    names = set()
-    for node in ast.parse(model_part).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names.add(node.targets[0].id)
-    defined = set().union(*(vars(step) for step in STEPS.values()))
-    assert len(names) > 20 and names <= defined

@@ -268,16 +268,17 @@ def text_file(tmp_path):
     return path
 
 
-def test_a_run_leaves_whole_files_and_says_what_they_say(small, here, tmp_path, text_file, capsys):
-    flags = ["--data", str(text_file), "--output-dir", str(tmp_path / "out")]
+def test_a_run_leaves_whole_files_and_says_what_they_say(small, forked, tmp_path, text_file, capsys):
+    flags = ["--data", str(text_file), "--output-dir", str(tmp_path / "out é")]
     assert small.main(flags) == 0
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    names = sorted(path.name for path in (tmp_path / "out é").iterdir())
     names = [name for name in names if name not in (".lock", "README.txt", "runs")]
     assert names == ["curves.png", "expert_load.png", "results.json", "run_log.txt"]
-    assert all((tmp_path / "out" / n).read_bytes().startswith(b"\x89PNG") for n in names if n.endswith(".png"))
-    record = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert all((tmp_path / "out é" / n).read_bytes().startswith(b"\x89PNG") for n in names if n.endswith(".png"))
+    record = json.loads((tmp_path / "out é" / "results.json").read_text(encoding="utf-8"))
     assert record["complete"] and [v["variant"] for v in record["variants"]] == VARIANTS
     out = capsys.readouterr().out
+    assert "[12/12]" in out and "\x1b" not in out
     for run in record["runs"]:
         sees_experts = run["variant"] != "dense"
         assert [o["step"] for o in run["observations"]] == [2, 4]
@@ -314,8 +315,6 @@ def test_a_diverging_run_is_named_and_the_table_still_comes(
     )
 
 
-def test_it_runs_by_its_path(run_script, tmp_path, text_file):
-    flags = ["--tiny", "--steps", "2", "--seeds", "1", "--workers", "1", "--data", str(text_file)]
-    status, out, err = run_script(BUILD, *flags, "--output-dir", str(tmp_path / "out é"))
-    assert (status, err) == (0, "")
-    assert "[6/6]" in out and "\x1b" not in out and (tmp_path / "out é" / "expert_load.png").exists()
+def test_by_its_path_it_refuses_in_one_line(run_here):
+    status, out, err = run_here(BUILD, "--steps", "0")
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("build.py: error: ")

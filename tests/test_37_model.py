@@ -10,7 +10,6 @@ import gguf
 import jinja2
 import pytest
 import torch
-import torch.nn.functional as F
 
 from shared import chapters
 from shared.console import UserError

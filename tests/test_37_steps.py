@@ -322,7 +322,7 @@ def test_each_arrangement_on_more_text(real, loaded, ids, large_drawn_once):
     model = loaded[2]
     step_08 = chapters.load_step(37, 8)
     step_16 = chapters.load_step(37, 16)
-    ids = ids[:129]
+    ids = ids[:65]
     with torch.no_grad():
         loss = real.mean_loss(model, ids)
         for same in (step_08.fold_gains, step_08.other_layout, step_16.copies):

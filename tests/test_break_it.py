@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shared import chapters
-from shared.sabotage import Case, Outcome, Sabotage
+from shared.sabotage import Case, Outcome
 
 FILES = sorted(chapters.PROJECTS.glob("*/break_it.py"))
 

@@ -5,8 +5,8 @@ then ln V, for a vocabulary of V tokens; a higher first loss means that it is su
 no reason, and training must first undo that. So weights start small. How small?
 
 1. The last norm gives d numbers of size 1 (d is d_model).
-2. A logit is their sum, weighted by a row of the head. If weights have standard deviation σ, the
-   logit is a random number z of variance d·σ².
+2. A logit z is their sum, each times a weight of the head. Random weights of standard deviation σ
+   make it a random number of variance d·σ².
 3. The loss is log Σ e^z minus the target's logit, which is 0 on average.
 4. For normally distributed z the mean of e^z is e^(variance/2). So the sum over V tokens is about
    V · e^(d·σ²/2), and the first loss is ln V + d·σ²/2.
@@ -14,12 +14,16 @@ no reason, and training must first undo that. So weights start small. How small?
 GPT-2 takes σ = 0.02 for every matrix; biases start at 0, the weights of norms at 1. For this
 chapter's model, d = 64 and V = 95, that is 4.554 + 0.013 = 4.57.
 
-PyTorch starts embeddings at σ = 1 and other matrices small. The stream starts as the token's vector
-plus the position's, of variance 2, and the last norm divides it by √2. There the token's vector
-meets its own row in the tied head: d squares of size 1, divided by √2, a logit of about d/√2 = 45,
-while other tokens have 0 on average. So the model is sure that the token just read comes again, and
-its first loss is 44. (With σ = 1 in every matrix the blocks add so much that the token's vector is
-drowned, and the loss is 19.6: the model is sure of tokens at random.)
+PyTorch starts embeddings at σ = 1 and other matrices small, and its first loss is 44. Why so much?
+
+1. The stream is the token's vector plus the position's, of variance 2. The last norm divides it by
+   its size, √2.
+2. The tied head's row for this token is the same vector. Vector times itself is a sum of d squares
+   of average 1, so d. Divided by √2, this token's logit is about d/√2 = 45.
+3. Other tokens have a logit of 0 on average. So the model is sure that the token just read comes
+   again, and nearly always it is wrong.
+
+With σ = 1 in every matrix, what the blocks add drowns the token's vector, and the loss is 19.6.
 
     python step_08_start-small.py
 
@@ -67,7 +71,7 @@ def first_loss_by_formula(vocab_size: int, d_model: int, std: float) -> float:
 
 @torch.no_grad()
 def first_loss(model: nn.Module) -> float:
-    """The loss on random tokens: log Σ e^z minus the target's logit, and each token is a target."""
+    """log Σ e^z minus the target's logit, the mean over random contexts and all targets."""
     idx = torch.randint(model.vocab_size, (64, 32), generator=generator(1, "first loss"))
     logits, _ = model(idx)
     return (logits.logsumexp(-1) - logits.mean(-1)).mean().item()

@@ -99,7 +99,7 @@ def main() -> int:
     corpus = data.load_corpus("docs", "char", GPTConfig().block_size)
     model = fresh_model(corpus, seed=1)
     losses = train_by_hand(model, corpus, steps=200, seed=1)
-    # the mean loss of the whole validation part; the settings name the device and the number format
+    # the mean loss of the whole validation part; the settings say where to compute, here on the CPU
     validation = training.evaluate(model, corpus.validation, training.TrainingSettings())
     guessing = math.log(corpus.vocab_size)
     letters = loss_of_letter_table(corpus)

@@ -84,8 +84,8 @@ def path_of_adamw(n: int, lr: float) -> torch.Tensor:
 def draw_picture(paths: dict[str, torch.Tensor]) -> Path:
     figure = figures.new_figure(7, 3.6)
     axes = figure.subplots()
-    across, along = torch.meshgrid(  # a grid of points, for the lines of equal height
-        torch.linspace(-0.6, 0.6, 80), torch.linspace(-1.2, 0.4, 80), indexing="ij"
+    along, across = torch.meshgrid(  # a grid of points, for the lines of equal height
+        torch.linspace(-1.2, 0.4, 80), torch.linspace(-0.6, 0.6, 80), indexing="xy"
     )
     axes.contour(along, across, height(torch.stack((along, across), -1)), 12, colors="0.85")
     for (name, path), colour in zip(paths.items(), (figures.COLOURS[1], figures.COLOURS[0])):

@@ -330,7 +330,7 @@ def check_vocabulary(file: WeightsFile) -> None:
         raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")
 
 
-# ---------------------------------------------------------------- config and attention (step 03)
+# ---------------------------------------------------------------- config (step 12)
 
 
 @dataclass(frozen=True)
@@ -347,6 +347,9 @@ class GroupedConfig(modern.ModernConfig):
             raise ValueError(
                 f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
             )
+
+
+# ---------------------------------------------------------------- attention (step 03)
 
 
 class GroupedQueryAttention(modern.RotaryAttention):

@@ -34,7 +34,7 @@ from shared.randomness import generator
 
 modern = chapters.load_build(7)
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
-GroupedConfig = real.GroupedConfig  # chapter 07's config with one field more, n_kv_heads
+GroupedConfig = real.GroupedConfig  # chapter 07's, and n_kv_heads; in step 12
 
 # ---------------------------------------------------------------- the idea
 
