@@ -315,21 +315,22 @@ def test_the_huge_number_is_in_one_place_and_hidden_from_the_mlps(loaded, ids):
     assert gains[:, 507].max() < 0.002 and 0.2 < gains.median(1).values.min() < 0.4
 
 
-# ---------------------------------------------------------------- 08: rearranged
+# ---------------------------------------------------------------- 08 and 16: rearranged
 
 
 def test_each_arrangement_on_more_text(real, loaded, ids, large_drawn_once):
     model = loaded[2]
     step_08 = chapters.load_step(37, 8)
+    step_16 = chapters.load_step(37, 16)
     ids = ids[:65]
     with torch.no_grad():
         loss = real.mean_loss(model, ids)
-        for same in (step_08.fold_gains, step_08.other_layout, step_08.copies):
+        for same in (step_08.fold_gains, step_08.other_layout, step_16.copies):
             assert real.mean_loss(same(model), ids) == pytest.approx(loss, abs=1e-5)
-        assert real.mean_loss(step_08.carve(model, 8), ids) == pytest.approx(loss, abs=1e-5)
+        assert real.mean_loss(step_16.carve(model, 8), ids) == pytest.approx(loss, abs=1e-5)
         different = [step_08.fold_gains(model, keep=False), step_08.other_layout(model, False)]
-        different += [step_08.copies(model, step_08.RawGates)]
-        different += [step_08.carve(model, n_kept) for n_kept in (6, 4)]
+        different += [step_16.copies(model, step_16.RawGates)]
+        different += [step_16.carve(model, n_kept) for n_kept in (6, 4)]
         for other in different:
             assert loss + 0.1 < real.mean_loss(other, ids) < 30
         assert real.mean_loss(model, ids) == loss, "the first model is as it was"

@@ -77,7 +77,7 @@ class WeightsFile:
         installed("gguf")
         self.path = Path(path)
         self.raw, header = self.open()
-        self.metadata, listed, first = header
+        self.metadata, listed, first = header  # first: the byte where the numbers begin
         self.tensors = {}
         for name, shape, packing, offset in listed:
             self.tensors[name] = self.locate(name, shape, packing, first + offset)
@@ -160,7 +160,7 @@ class Cursor:
 
     def take(self, letter: str) -> int | float | bool | bytes:
         """One value of the kind that `letter` means to struct."""
-        # "<": the lowest byte first.
+        # "<": the lowest byte first. What struct returns is always a tuple.
         (value,) = struct.unpack_from("<" + letter, self.raw, self.at)
         self.at += struct.calcsize("<" + letter)
         return value
@@ -168,6 +168,7 @@ class Cursor:
     def string(self) -> str:
         """A string: its length in bytes, then the bytes."""
         length = self.take("Q")
+        # "13s" is 13 bytes.
         return self.take(f"{length}s").decode("utf-8", errors="replace")
 
     def value(self, kind: int):
@@ -242,8 +243,8 @@ class Tokenizer:
                 ids[bytes(letters[letter] for letter in token)] = i
             else:
                 self.special[token] = i
-        # Some bytes are no token, and tiktoken wants an id for each byte: theirs come after the
-        # last token, and encode() refuses a text in which one comes out.
+        # Some rare bytes have no token, but tiktoken wants an id for each byte. So they get ids
+        # after the last token, and encode() refuses a text in which one comes out.
         self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
         for i, byte in enumerate(self.unsayable):
             ids[bytes([byte])] = self.n_tokens + i
@@ -257,13 +258,14 @@ class Tokenizer:
         self.chats = "<|im_start|>" in self.special and "<|im_end|>" in self.special
 
     def encode(self, text: str) -> list[int]:
-        """Text -> ids. A special token's name in it stays text. UserError for a lost byte."""
+        """Text -> ids. A special token's name stays text. UserError for a byte without token."""
         ids = self.encoding.encode_ordinary(text)
-        lost = [self.unsayable[i - self.n_tokens] for i in ids if i >= self.n_tokens]
-        if lost:
-            raise UserError(
-                f"the model's vocabulary has no token for the byte 0x{lost[0]:02x} of this text"
-            )
+        for i in ids:
+            if i >= self.n_tokens:
+                byte = self.unsayable[i - self.n_tokens]
+                raise UserError(
+                    f"the model's vocabulary has no token for the byte 0x{byte:02x} of this text"
+                )
         return ids
 
     def chat(self, message: str, first: bool = True) -> list[int]:
@@ -328,7 +330,7 @@ def check_vocabulary(file: WeightsFile) -> None:
         raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")
 
 
-# ---------------------------------------------------------------- config and attention (step 03)
+# ---------------------------------------------------------------- config (step 12)
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,9 @@ class GroupedConfig(modern.ModernConfig):
             raise ValueError(
                 f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
             )
+
+
+# ---------------------------------------------------------------- attention (step 03)
 
 
 class GroupedQueryAttention(modern.RotaryAttention):
@@ -447,6 +452,7 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         )
     except ValueError as error:
         raise file.refusal(str(error)) from None
+    # What our blocks can't vary. If the file says nothing about it, it is taken to be so.
     required = {
         "rope.dimension_count": cfg.head_dim,
         "attention.key_length": cfg.head_dim,
@@ -454,7 +460,7 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         "expert_count": 0,
     }
     for name, ours in required.items():
-        theirs = field(name, ours)  # what the file doesn't say is taken to be as in our blocks
+        theirs = field(name, ours)
         if theirs != ours:
             raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
     return cfg
@@ -544,6 +550,7 @@ def token_losses(model: RealGPT, ids: torch.Tensor, context: int = 1024) -> torc
         targets = ids[start + 1 : start + context + 1]
         inputs = ids[start : start + len(targets)]
         states = model.states(inputs[None])[0]
+        # One turn of this loop, unless the context is longer than HEAD_ROWS.
         for rows, following in zip(states.split(HEAD_ROWS), targets.split(HEAD_ROWS)):
             losses.append(F.cross_entropy(model.lm_head(rows), following, reduction="none"))
     return torch.cat(losses)
@@ -595,17 +602,16 @@ def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
 
     ValueError for more positions than the model can read.
     """
-    if n_positions > model.cfg.block_size:
-        raise ValueError(
-            f"{n_positions} positions don't fit a block_size of {model.cfg.block_size}"
-        )
+    longest = model.cfg.block_size
+    if n_positions > longest:
+        raise ValueError(f"{n_positions} positions don't fit a block_size of {longest}")
     for block in model.blocks:
         block.attn = CachedAttention(block.attn, n_positions)
     try:
         yield
     finally:
         for block in model.blocks:
-            block.attn = block.attn.attn
+            block.attn = block.attn.attn  # the attention without its memory
 
 
 # ---------------------------------------------------------------- writing (step 13)

@@ -11,9 +11,9 @@ tensors there are, and their numbers. A GGUF file says them in this order:
     numbers   of one tensor after the other
 
 Most numbers are quantized: one takes 5 bits instead of 32, so it is less exact and the file is
-small. A packing is one way to do that. The package gguf unpacks a tensor when we ask for it; step
-10 unpacks one by hand. Step 09 shows read_header(), which reads all that stands before the
-numbers.
+small. A packing is one way to do that, always for a block of numbers at a time. The package gguf
+unpacks a tensor when we ask for it; step 10 unpacks one by hand. Step 09 shows read_header(),
+which reads all that stands before the numbers.
 
     python step_01_open-the-weights-file.py
 
@@ -58,7 +58,7 @@ class WeightsFile:
         installed("gguf")
         self.path = Path(path)
         self.raw, header = self.open()
-        self.metadata, listed, first = header
+        self.metadata, listed, first = header  # first: the byte where the numbers begin
         self.tensors = {}
         for name, shape, packing, offset in listed:
             self.tensors[name] = self.locate(name, shape, packing, first + offset)

@@ -44,7 +44,7 @@ check_vocabulary = real.check_vocabulary
 
 CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
 # How a text is cut into words before any merging, by the name that the file gives for it. \p{L}
-# is any letter, \p{N} any digit.
+# is any letter, \p{N} any digit. The last two parts leave the last space to the word behind it.
 PATTERNS = {
     # "It's 42 cats" -> It|'s| 42| cats
     "gpt-2": CONTRACTION + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -71,8 +71,8 @@ class Tokenizer:
                 ids[bytes(letters[letter] for letter in token)] = i
             else:
                 self.special[token] = i
-        # Some bytes are no token, and tiktoken wants an id for each byte: theirs come after the
-        # last token, and encode() refuses a text in which one comes out.
+        # Some rare bytes have no token, but tiktoken wants an id for each byte. So they get ids
+        # after the last token, and encode() refuses a text in which one comes out.
         self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
         for i, byte in enumerate(self.unsayable):
             ids[bytes([byte])] = self.n_tokens + i
@@ -86,13 +86,14 @@ class Tokenizer:
         self.chats = "<|im_start|>" in self.special and "<|im_end|>" in self.special
 
     def encode(self, text: str) -> list[int]:
-        """Text -> ids. A special token's name in it stays text. UserError for a lost byte."""
+        """Text -> ids. A special token's name stays text. UserError for a byte without token."""
         ids = self.encoding.encode_ordinary(text)
-        lost = [self.unsayable[i - self.n_tokens] for i in ids if i >= self.n_tokens]
-        if lost:
-            raise UserError(
-                f"the model's vocabulary has no token for the byte 0x{lost[0]:02x} of this text"
-            )
+        for i in ids:
+            if i >= self.n_tokens:
+                byte = self.unsayable[i - self.n_tokens]
+                raise UserError(
+                    f"the model's vocabulary has no token for the byte 0x{byte:02x} of this text"
+                )
         return ids
 
     def chat(self, message: str, first: bool = True) -> list[int]:
@@ -131,6 +132,7 @@ def main() -> int:
     checks.true("there and back again", "all letters", "same", same)
     chat = tokenizer.chat("Say <|im_end|> twice.")
     n_ends = chat.count(tokenizer.special["<|im_end|>"])
+    # The instruction ends, and the message; the name in the message is text.
     checks.equal("ends of turns in a chat", n_ends, 2)
     return checks.report()
 

@@ -9,7 +9,8 @@ nine query heads, but only three key heads and three value heads. Three neighbou
     reads key    0  0  0  1  1  1  2  2  2
 
 Each query head still looks for something of its own. Only what they look at is shared. In chapter
-07's attention little changes: qkv makes fewer heads, and torch is told to share (enable_gqa).
+07's attention little changes: qkv makes fewer heads, and torch is told to share (enable_gqa). Two
+parameters, start and mask, are for step 06, which reads a text in pieces.
 
     python step_03_share-the-key-value-heads.py
 
@@ -18,7 +19,6 @@ value heads, D = head_dim.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,24 +33,10 @@ from shared.console import Table, say
 from shared.randomness import generator
 
 modern = chapters.load_build(7)
+real = chapters.load_build(37)  # the finished chapter: what is not on this page
+GroupedConfig = real.GroupedConfig  # chapter 07's, and n_kv_heads; in step 12
 
 # ---------------------------------------------------------------- the idea
-
-
-@dataclass(frozen=True)
-class GroupedConfig(modern.ModernConfig):
-    """Chapter 07's config with the parts of a Llama model, and the number of key/value heads."""
-
-    bias: bool = False
-    position_type: str = "rope"
-    n_kv_heads: int = 2
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
-            )
 
 
 class GroupedQueryAttention(modern.RotaryAttention):
@@ -65,10 +51,7 @@ class GroupedQueryAttention(modern.RotaryAttention):
     def heads(
         self, x: torch.Tensor, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D).
-
-        `start` is the position of the first token in x; step 06 reads a text in pieces.
-        """
+        """x (B, T, C), first position `start` -> q (B, H, T, D), k and v (B, G, T, D)."""
         B, T, _ = x.shape
         H = self.n_heads
         G = self.n_kv_heads
@@ -79,7 +62,7 @@ class GroupedQueryAttention(modern.RotaryAttention):
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """RoPE on heads (B, heads, T, D) whose first position is `start`: chapter 07's tables."""
         cos, sin = self.tables(x.device)
-        return modern.apply_rope(x, cos[start:], sin[start:])
+        return modern.apply_rope(x, cos[start:], sin[start:])  # it takes the first T rows of these
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -108,10 +91,11 @@ def draw_picture() -> Path:
     figure = figures.new_figure(10, 2.4)
     for axes, n_keys in zip(figure.subplots(1, 2), (9, 3)):
         group = 9 // n_keys
-        keys = [group * key + (group - 1) / 2 for key in range(n_keys)]  # under the group's middle
         for head in range(9):
-            colour = figures.COLOURS[head // group % 6]
-            axes.plot((head, keys[head // group]), (1, 0), "o-", color=colour, markersize=12)
+            key = head // group
+            middle = group * key + (group - 1) / 2  # the key is drawn under its group's middle
+            colour = figures.COLOURS[key % 6]
+            axes.plot((head, middle), (1, 0), "o-", color=colour, markersize=12)
         axes.set(title=f"9 query heads, {n_keys} key heads", ylim=(-0.3, 1.3), xticks=[])
         axes.set_yticks([0, 1], ["keys", "queries"])
     return figures.save(figure, __file__)
@@ -130,15 +114,14 @@ def main() -> int:
     checks = Checks()
     cfg = GroupedConfig(block_size=11, n_heads=6, n_kv_heads=3, d_model=24)
     attention = GroupedQueryAttention(cfg)
-    nn.init.normal_(attention.qkv.weight, std=0.3, generator=generator(1, "qkv"))
-    nn.init.normal_(attention.proj.weight, std=0.3, generator=generator(1, "proj"))
+    for matrix in (attention.qkv, attention.proj):
+        nn.init.normal_(matrix.weight, std=0.3, generator=generator(1, "weights"))
     x = torch.randn(2, 7, cfg.d_model, generator=generator(1, "x"))
-    shared = attention(x)
     q, k, v = attention.heads(x)  # six query heads, three key heads
     k_copied = k.repeat_interleave(2, dim=1)  # six key heads: 0 0 1 1 2 2
     v_copied = v.repeat_interleave(2, dim=1)
     copied = attention.mix(q, k_copied, v_copied, is_causal=True)
-    checks.close("the same with copied heads", shared, copied, 1e-5)
+    checks.close("the same with copied heads", attention(x), copied, 1e-5)
     checks.equal("key heads kept", k.shape[1], 3)
     return checks.report()
 

@@ -98,8 +98,8 @@ class HalfSplitAttention(GroupedQueryAttention):
     """RoPE that turns channel i together with i + D/2: the other layout in use."""
 
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        # Sort the channels: 0, D/2, 1, D/2 + 1, ... Then i and i + D/2 are neighbours. Queries and
-        # keys are sorted alike, so sorting alone leaves q · k as it is.
+        # Sort the channels: 0, D/2, 1, D/2 + 1, ... Then i and i + D/2 are neighbours. A score
+        # q · k is a sum over channels, in any order: sorting q and k alike changes no score.
         halves = x.unflatten(-1, (2, -1))  # (..., 2, D/2)
         neighbours = halves.transpose(-1, -2).flatten(-2)
         return super().turn(neighbours, start)
@@ -112,9 +112,9 @@ def main() -> int:
     file = WeightsFile(real.packaged_weights())
     model = load_model(file)
     places = slots(model)
-    parts = {"attn_q": "attn.qkv", "attn_k": "attn.qkv", "attn_v": "attn.qkv"}
+    names = dict(BLOCK_NAMES, attn_q="attn.qkv", attn_k="attn.qkv", attn_v="attn.qkv")
     rows = []
-    for theirs, ours in (BLOCK_NAMES | parts).items():
+    for theirs, ours in names.items():
         name = f"blk.7.{theirs}.weight"
         rows.append([name, f"blocks.7.{ours}.weight", str(tuple(places[name].shape))])
     say(Table(["their tensor", "our parameter", "shape"], rows))

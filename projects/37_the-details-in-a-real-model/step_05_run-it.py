@@ -57,6 +57,7 @@ def token_losses(model: RealGPT, ids: torch.Tensor, context: int = 1024) -> torc
         targets = ids[start + 1 : start + context + 1]
         inputs = ids[start : start + len(targets)]
         states = model.states(inputs[None])[0]
+        # One turn of this loop, unless the context is longer than HEAD_ROWS.
         for rows, following in zip(states.split(HEAD_ROWS), targets.split(HEAD_ROWS)):
             losses.append(F.cross_entropy(model.lm_head(rows), following, reduction="none"))
     return torch.cat(losses)
@@ -100,7 +101,7 @@ def main() -> int:
     loss = losses.mean().item()
     say(f"\nOn 300 tokens of documentation: {loss:.3f} nats a token,")
     say(f"perplexity {math.exp(loss):.2f}. Both belong to this piece of text: build.py reads 1,024")
-    say("tokens of it, and finds less.")
+    say("tokens of it, and finds a lower one.")
     say("The first 40 are in outputs/step_05.png: a token that nothing announces costs")
     say("many nats, one that follows from the words before it costs nearly none.")
 
@@ -114,7 +115,7 @@ def main() -> int:
     checks.close("two windows are two texts", windows, apart, 1e-3)
     other_end = torch.cat((ids[:201], ids[201:].flip(0)))
     early = token_losses(model, other_end)[:200]
-    checks.close("another end: losses before", early, losses[:200], 1e-3)
+    checks.close("losses before a changed end", early, losses[:200], 1e-3)
     return checks.report()
 
 

@@ -78,36 +78,28 @@ def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
 
     ValueError for more positions than the model can read.
     """
-    if n_positions > model.cfg.block_size:
-        raise ValueError(
-            f"{n_positions} positions don't fit a block_size of {model.cfg.block_size}"
-        )
+    longest = model.cfg.block_size
+    if n_positions > longest:
+        raise ValueError(f"{n_positions} positions don't fit a block_size of {longest}")
     for block in model.blocks:
         block.attn = CachedAttention(block.attn, n_positions)
     try:
         yield
     finally:
         for block in model.blocks:
-            block.attn = block.attn.attn
+            block.attn = block.attn.attn  # the attention without its memory
 
 
 # ---------------------------------------------------------------- look at it
 
 
-def times(model: RealGPT, idx: torch.Tensor) -> tuple[float, float]:
-    """Milliseconds for a token when idx (1, T) is read again for it, and when T are remembered."""
-    again = timeit.timeit(lambda: model.states(idx), number=1)
-    with remembering(model, idx.shape[1] + 3):
-        model.states(idx)
-        remembered = min(timeit.repeat(lambda: model.states(idx[:, :1]), number=1, repeat=3))
-    return 1000 * again, 1000 * remembered
+LENGTHS = (16, 64, 128, 256)
 
 
-def draw_picture(lengths: list[int], again: list[float], remembered: list[float]) -> Path:
+def draw_picture(times: list[tuple[float, float]]) -> Path:
     figure = figures.new_figure(7, 3.4)
     axes = figure.subplots()
-    axes.plot(lengths, again, "o-", label="read everything again")
-    axes.plot(lengths, remembered, "o-", label="keys and values kept")
+    axes.plot(LENGTHS, times, "o-", label=["read everything again", "keys and values kept"])
     axes.set(xlabel="tokens before it", ylabel="ms for one more token", ylim=0)
     axes.legend(frameon=False)
     return figures.save(figure, __file__)
@@ -116,19 +108,20 @@ def draw_picture(lengths: list[int], again: list[float], remembered: list[float]
 @torch.inference_mode()
 def main() -> int:
     file = real.WeightsFile(real.packaged_weights())
-    tokenizer = real.Tokenizer(file)
+    text = real.Tokenizer(file).encode(real.evaluation_text())
     model = real.load_model(file)
-    text = tokenizer.encode(real.evaluation_text())
-    lengths = [16, 64, 128, 256]
-    again = []
-    remembered = []
+    times = []
     rows = []
-    for T in lengths:
-        slow, fast = times(model, torch.tensor([text[:T]]))
-        again.append(slow)
-        remembered.append(fast)
-        rows.append([str(T), f"{slow:.0f}", f"{fast:.0f}"])
-    draw_picture(lengths, again, remembered)
+    for T in LENGTHS:
+        idx = torch.tensor([text[:T]])
+        one = idx[:, :1]  # any token will do: reading it takes the same time
+        again = 1000 * timeit.timeit(lambda: model.states(idx), number=1)
+        with remembering(model, T + 3):  # room for the text and three tokens more
+            model.states(idx)
+            remembered = 1000 * min(timeit.repeat(lambda: model.states(one), number=1, repeat=3))
+        times.append((again, remembered))
+        rows.append([str(T), f"{again:.0f}", f"{remembered:.0f}"])
+    draw_picture(times)
     say(Table(["tokens before it", "ms, read again", "ms, remembered"], rows))
     say("\nRead again, a token takes longer the longer the text is. With a memory it hardly")
     say("does: most of its time goes into loading the weights. See outputs/step_06.png")

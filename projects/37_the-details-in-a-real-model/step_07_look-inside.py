@@ -80,7 +80,8 @@ def main() -> int:
     ids = tokenizer.encode(real.evaluation_text())[:128]
     stream = residual_stream(model, ids)
     C = stream.shape[-1]
-    by_chance = math.sqrt(2 / (math.pi * C))  # the mean size of the mean of C random numbers
+    # How far the mean of C random numbers of size 1 lies from 0, on the average: 0.033.
+    by_chance = math.sqrt(2 / (math.pi * C))
     rows = []
     for layer in (0, 1, 3, 9, 11, 12, 20, 28, 29, 30):
         sizes = stream[layer].abs()  # (T, C)
@@ -103,7 +104,8 @@ def main() -> int:
     for what, text in (("documentation", stream), ("a chat", chat)):
         first = text[12:29, 0].abs()  # after layers 12 to 28: the first token's channels
         checks.equal(f"{what}: the channel", first.argmax(1).unique().tolist(), [507])
-    gains = torch.stack([model.blocks[i].norm2.weight[507].abs() for i in range(12, 27)])
+    hiding = model.blocks[12:27]  # layers 13 to 27: Python counts from 0
+    gains = torch.stack([block.norm2.weight[507].abs() for block in hiding])
     checks.between("largest gain for it", gains.max().item(), 0, 0.002)
     return checks.report()
 

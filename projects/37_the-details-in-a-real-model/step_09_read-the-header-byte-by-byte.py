@@ -61,7 +61,7 @@ class Cursor:
 
     def take(self, letter: str) -> int | float | bool | bytes:
         """One value of the kind that `letter` means to struct."""
-        # "<": the lowest byte first.
+        # "<": the lowest byte first. What struct returns is always a tuple.
         (value,) = struct.unpack_from("<" + letter, self.raw, self.at)
         self.at += struct.calcsize("<" + letter)
         return value
@@ -69,6 +69,7 @@ class Cursor:
     def string(self) -> str:
         """A string: its length in bytes, then the bytes."""
         length = self.take("Q")
+        # "13s" is 13 bytes.
         return self.take(f"{length}s").decode("utf-8", errors="replace")
 
     def value(self, kind: int):
@@ -131,7 +132,9 @@ def main() -> int:
     say("the header is that long because the vocabulary stands in it.")
 
     checks = Checks()
-    cursor = Cursor(np.frombuffer(b"\x10\x01\0\0\x02\0\0\0\0\0\0\0hi", np.uint8))
+    number = bytes([0x10, 1, 0, 0])
+    string = bytes([2, 0, 0, 0, 0, 0, 0, 0]) + b"hi"  # a length in 8 bytes, then the letters
+    cursor = Cursor(np.frombuffer(number + string, np.uint8))
     checks.equal("10 01 00 00 is 272", cursor.take("I"), 272)
     checks.equal("then a string of two letters", cursor.string(), "hi")
     checks.equal("and the cursor is behind it", cursor.at, 14)

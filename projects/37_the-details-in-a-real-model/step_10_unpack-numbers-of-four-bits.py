@@ -44,7 +44,7 @@ def pack_q4_1(numbers: torch.Tensor) -> np.ndarray:
     low = level[:16]
     high = level[16:]
     front = np.array([scale, offset], np.float16)
-    return np.concatenate((front.view(np.uint8), low + 16 * high))
+    return np.concatenate((front.view(np.uint8), low + 16 * high))  # front as four bytes
 
 
 def unpack_q4_1(packed: np.ndarray) -> torch.Tensor:

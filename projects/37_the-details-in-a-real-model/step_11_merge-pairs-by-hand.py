@@ -8,8 +8,8 @@ a frequent one, and a frequent word ends up as one token.
 
 Each merge made one token, and tokens got their numbers in the order of the list. So "the earliest
 merge" and "the merge that makes the lowest number" are the same, and tiktoken needs no list: it
-looks at the numbers. That holds only if the numbers rise along the list of merges;
-check_vocabulary() refuses a file in which they don't.
+looks at the numbers. (build.py's check_vocabulary() refuses a file in which the numbers don't rise
+along the list.)
 
 The file writes each byte as a visible letter (Radford et al. 2019). Those that print stand for
 themselves, a space is Ġ and a newline Ċ.
@@ -30,9 +30,6 @@ from shared.checks import Checks
 from shared.console import Table, say
 
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
-WeightsFile = real.WeightsFile
-PATTERNS = real.PATTERNS
-NORMAL = real.NORMAL
 
 # ---------------------------------------------------------------- the idea
 
@@ -70,39 +67,11 @@ def merge_word(word: str, order: dict[tuple[str, str], int]) -> list[list[str]]:
         stages.append(parts)
 
 
-def check_vocabulary(file: WeightsFile) -> None:
-    """UserError if the file holds another kind of tokenizer than ours, or half of one."""
-
-    def field(name: str):
-        return file.metadata.get(f"tokenizer.ggml.{name}")
-
-    if field("model") != "gpt2" or field("pre") not in PATTERNS:
-        raise file.refusal(
-            f"its tokenizer is {field('model')} {field('pre')}, and we know gpt2 with "
-            + " or ".join(PATTERNS)
-        )
-    tokens = field("tokens")
-    marks = field("token_type")
-    merges = field("merges")
-    if not (tokens and merges and marks and len(marks) == len(tokens)):
-        raise file.refusal("its metadata holds no whole vocabulary: tokens, their types and merges")
-    ids = {token: i for i, token in enumerate(tokens) if marks[i] == NORMAL}
-    # tiktoken merges the pair with the lowest id first: the ids must rise along the list of merges.
-    made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
-    if -1 in made or made != sorted(made):
-        raise file.refusal("its tokens are not numbered in the order of their merges")
-    used = set("".join(ids))  # every letter of every token
-    unknown = used - byte_letters().keys()
-    if unknown:
-        some = "".join(sorted(unknown)[:9])
-        raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")
-
-
 # ---------------------------------------------------------------- look at it
 
 
 def main() -> int:
-    file = WeightsFile(real.packaged_weights())
+    file = real.WeightsFile(real.packaged_weights())
     tokenizer = real.Tokenizer(file)
     merges = file.metadata["tokenizer.ggml.merges"]
     order = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}

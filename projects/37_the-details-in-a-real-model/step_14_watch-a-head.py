@@ -32,7 +32,7 @@ from shared.console import Table, say
 
 real = chapters.load_build(37)
 TEXT = "The cat sat on the mat because it was tired. The dog sat on the rug because it was"
-BEFORE = (16, 0)  # layer and head, counted from 0
+BEFORE = (16, 0)  # layer and head, both counted from 0 (step 07 counted layers from 1)
 REPEATS = (18, 6)
 RESTS = (18, 8)
 
@@ -82,10 +82,11 @@ def main() -> int:
     ids = tokenizer.encode(TEXT)
     maps = all_maps(model, ids)
     draw_picture(maps, [tokenizer.encoding.decode([i]).strip() for i in ids])
-    before = maps.diagonal(-1, 2, 3).mean(-1)  # (L, H): weight on the token before, all rows
-    on_first = maps[:, :, 3:, 0].mean(-1)
-    # Token 13, "sat", is also token 2. After that came token 3, "on": 10 places before 13. So it is
-    # with these:
+    below = maps.diagonal(offset=-1, dim1=2, dim2=3)  # weight on the token before
+    before = below.mean(-1)  # (L, H)
+    on_first = maps[:, :, 3:, 0].mean(-1)  # the first rows have hardly anything else to read
+    # "sat" stands at place 2 and again at 13. After the first came "on", at 3: ten places before
+    # 13. These tokens, too, stood eleven places earlier:
     again = [13, 14, 15, 17, 18, 19]
     repeated = torch.stack([maps[:, :, t, t - 10] for t in again]).mean(0)
     rows = []

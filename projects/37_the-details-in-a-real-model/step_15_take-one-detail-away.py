@@ -113,7 +113,8 @@ def main() -> int:
     whole = real.token_losses(model, ids).mean()
     times = {}
     for what, broken in damaged.items():
-        times[what] = (real.token_losses(broken, ids).mean() - whole).exp().item()
+        more = real.token_losses(broken, ids).mean() - whole
+        times[what] = more.exp().item()  # exp of a difference of losses: a ratio of perplexities
     draw_picture(times)
     rows = [[what, shown(factor)] for what, factor in times.items()]
     say(f"Perplexity of the whole model on 128 tokens: {whole.exp():.2f}\n")
