@@ -270,7 +270,9 @@ def make_plan(title: str, preset: Preset, variants: list[Variant], options: Opti
             compile=training.compile if on_cuda else "",
         ),
         corpus=data.load_corpus(
-            options.data or preset.corpus, options.tokenizer or preset.tokenizer, model.block_size
+            Path(options.data) if options.data else preset.corpus,
+            options.tokenizer or preset.tokenizer,
+            model.block_size,
         ),
         seeds=list(range(options.seed, options.seed + (options.seeds or preset.seeds))),
     )

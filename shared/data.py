@@ -249,8 +249,8 @@ class Corpus:
         self.validation = torch.from_numpy(self.validation)
 
 
-def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
-    """The corpus "docs", "source", or the file or folder at a path, as tokens.
+def load_corpus(source: str | Path, tokenizer: str, block_size: int) -> Corpus:
+    """The corpus "docs" or "source", or the file or folder at a Path, as tokens.
 
     The last tenth is the validation part. Only of "source" it is every tenth file or so: its files
     are sorted by folder, and the last tenth would be one folder's and another kind of text.
@@ -259,16 +259,16 @@ def load_corpus(source: str, tokenizer: str, block_size: int) -> Corpus:
     tokens from each part.
     """
     names = []
-    if source == "docs":
-        name = "the documentation strings of torch"
-        texts = torch_docs()
-    elif source == "source":
-        name = "the Python source of torch"
-        names, texts = zip(*torch_source().items())
-    else:
+    if isinstance(source, Path):
         # A file name needn't be UTF-8; results must be.
         name = os.fsencode(source).decode("utf-8", "backslashreplace")
-        texts = texts_at(Path(source))
+        texts = texts_at(source)
+    elif source == "docs":
+        name = "the documentation strings of torch"
+        texts = torch_docs()
+    else:
+        name = "the Python source of torch"
+        names, texts = zip(*torch_source().items())
     sha = hashlib.sha256()
     for text in texts:
         sha.update(text.encode("utf-8"))

@@ -2,21 +2,24 @@
 
 import hashlib
 import math
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import tiktoken
 import torch
 
-from shared import data
+from shared import cli, data
 from shared.console import UserError
 from shared.randomness import generator
+from shared.training import TrainingSettings
 
 TEXT = "the cat sat on the mat; çà et là, the cat sat.\n" * 20
 
 
 def write(path, content: bytes):
     path.write_bytes(content)
-    return str(path)
+    return path
 
 
 # ---------------------------------------------------------------- reading
@@ -39,7 +42,7 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(tmp_path):
     write(tmp_path / "b" / "one.txt", b"B" * 200)
     write(tmp_path / "a.txt", b"A" * 200)
     write(tmp_path / ".hidden", b"\xff")
-    corpus = data.load_corpus(str(tmp_path), "char", 8)
+    corpus = data.load_corpus(tmp_path, "char", 8)
     assert corpus.n_characters == 400
     assert corpus.tokenizer.decode(torch.cat([corpus.train, corpus.validation]).tolist()) == "A" * 200 + "B" * 200
 
@@ -61,9 +64,9 @@ def test_a_file_that_cannot_be_trained_on_is_refused_in_one_sentence(tmp_path, c
 
 def test_a_missing_path_and_an_empty_folder(tmp_path):
     with pytest.raises(UserError, match="no such file"):
-        data.load_corpus(str(tmp_path / "nowhere"), "char", 8)
+        data.load_corpus(tmp_path / "nowhere", "char", 8)
     with pytest.raises(UserError, match="is empty"):
-        data.load_corpus(str(tmp_path), "char", 8)
+        data.load_corpus(tmp_path, "char", 8)
 
 
 def test_what_is_neither_file_nor_folder_and_what_has_no_possible_name(tmp_path):
@@ -71,9 +74,9 @@ def test_what_is_neither_file_nor_folder_and_what_has_no_possible_name(tmp_path)
 
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="neither a file nor a folder"):
-        data.load_corpus(str(tmp_path / "pipe"), "char", 8)
+        data.load_corpus(tmp_path / "pipe", "char", 8)
     with pytest.raises(UserError, match=r"can't read --data .*too long"):
-        data.load_corpus("x" * 5000, "char", 8)
+        data.load_corpus(Path("x" * 5000), "char", 8)
 
 
 def test_the_shortest_text_that_will_do(tmp_path):
@@ -223,9 +226,27 @@ def test_a_long_text_is_encoded_in_parts_to_the_same_ids(monkeypatch, capsys, tm
     text = "a line of text é\n" * 40
     path = tmp_path / "text"
     path.write_text(text, encoding="utf-8")
-    whole = data.load_corpus(str(path), "char", 8)
+    whole = data.load_corpus(path, "char", 8)
     monkeypatch.setattr(data, "PART", 7)
     monkeypatch.setattr(data, "MANY_CHARACTERS", 100)
-    parts = data.load_corpus(str(path), "char", 8)
+    parts = data.load_corpus(path, "char", 8)
     assert torch.equal(parts.train, whole.train) and torch.equal(parts.validation, whole.validation)
     assert capsys.readouterr().out == f"Turning {len(text):,} characters into tokens ...\n"
+
+
+@pytest.mark.parametrize("name", ["docs", "source"])
+def test_a_folder_may_be_called_like_a_text_of_ours(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = cli.parse("", ["--data", name], tmp_path / "outputs")
+    preset = cli.Preset(Shape(), TrainingSettings(), "docs", "char", seeds=1)
+    variants = [cli.Variant("one", {"model": "one"}, {})]
+    with pytest.raises(UserError, match=f"--data {name}: there is no such file or folder"):
+        cli.make_plan("", preset, variants, flags)
+    (tmp_path / name).mkdir()
+    write(tmp_path / name / "text", b"abc" * 300)
+    assert cli.make_plan("", preset, variants, flags).corpus.n_characters == 900
+
+
+@dataclass(frozen=True)
+class Shape:
+    block_size: int = 8

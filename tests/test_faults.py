@@ -307,7 +307,7 @@ def test_a_jumping_clock_moves_nothing(build, monkeypatch):
 
 def refusal(source, tokenizer="char"):
     with pytest.raises(UserError) as error:
-        data.load_corpus(str(source), tokenizer, 8)
+        data.load_corpus(Path(source), tokenizer, 8)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -315,11 +315,11 @@ def refusal(source, tokenizer="char"):
 def test_a_giant_line_and_one_repeated_character_are_texts_like_any_other(tmp_path, build):
     line = tmp_path / "line.txt"
     line.write_text("ab" * 1_000_000, encoding="utf-8")
-    corpus = data.load_corpus(str(line), "char", 8)
+    corpus = data.load_corpus(line, "char", 8)
     assert (corpus.vocab_size, len(corpus.train)) == (2, 1_800_000)
     for character in ("a", " ", "\n", "é"):
         line.write_text(character * 1_000_000, encoding="utf-8")
-        corpus = data.load_corpus(str(line), "bpe4k", 8)
+        corpus = data.load_corpus(line, "bpe4k", 8)
         ids = torch.cat([corpus.train, corpus.validation]).tolist()
         assert corpus.tokenizer.decode(ids) == character * 1_000_000
     line.write_text("a" * 1000, encoding="utf-8")
@@ -345,14 +345,14 @@ def test_what_is_no_text_is_named(tmp_path):
     folder.mkdir()
     assert "is empty" in refusal(folder)
     (folder / "a.txt").write_text("abc " * 100, encoding="utf-8")
-    assert data.load_corpus(str(folder), "char", 8).vocab_size == 4
+    assert data.load_corpus(folder, "char", 8).vocab_size == 4
     (folder / "b.bin").write_bytes(b"abc\0def")
     assert f"{folder / 'b.bin'} is not text: it holds a NUL byte at 3" in refusal(folder)
     (folder / "b.bin").write_bytes(b"abc\xff")
     assert "is not UTF-8 text: byte 0xff at 3" in refusal(folder)
     (folder / "b.bin").unlink()
     (folder / "loop").symlink_to(folder / "loop")  # a file that can't be opened, for root neither
-    assert data.load_corpus(str(folder), "char", 8).vocab_size == 4
+    assert data.load_corpus(folder, "char", 8).vocab_size == 4
     assert "can't be the name of a file" in refusal("a\0b")
     assert "File name too long" in refusal("a" * 5000)
 
