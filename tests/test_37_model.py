@@ -126,6 +126,20 @@ def small_model(real):
     return model.eval()
 
 
+def test_the_logits_are_the_head_of_the_states(small_model):
+    idx = torch.randint(31, (2, 7), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        assert torch.equal(small_model.lm_head(small_model.states(idx)), small_model(idx)[0])
+
+
+def test_an_untrained_model_guesses_evenly(real, gpt):
+    cfg = real.GroupedConfig(block_size=8, n_layers=2, n_heads=6, n_kv_heads=2, d_model=24)
+    model = real.RealGPT(cfg, vocab_size=31)
+    gpt.init_parameters(model, seed=1)
+    loss = model(torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[1, 4, 1, 5, 9]]))[1]
+    assert 3.3 < loss.item() < 3.6  # ln 31 = 3.43
+
+
 @pytest.mark.parametrize("pieces", [(11,), (1,) * 11, (4, 7), (1, 5, 5), (10, 1)])
 def test_pieces_of_any_length_read_like_the_whole(real, small_model, pieces):
     idx = torch.randint(31, (1, 11), generator=torch.Generator().manual_seed(2))

@@ -81,22 +81,31 @@ def other_layout(model: nn.Module, sort_rows: bool = True) -> nn.Module:
 
 
 @torch.no_grad()
+def losses(model: nn.Module, ids: torch.Tensor, moves: list[tuple], checks: Checks) -> Table:
+    """The loss after each move, which must be the model's own, and after a step too far.
+
+    A move is (its name, the model after it, the name of the step too far, the model after that).
+    """
+    loss = real.mean_loss(model, ids)
+    rows = [["the model as it is", f"{loss:.5f}", "", ""]]
+    for what, same, too_far, other in moves:
+        after = real.mean_loss(same, ids)
+        checks.close(what, after, loss, 1e-5)
+        rows.append([what, f"{after:.5f}", too_far, f"{real.mean_loss(other, ids):.5f}"])
+    return Table(["the same", "loss", "one step too far", "loss"], rows)
+
+
+@torch.no_grad()
 def main() -> int:
     file = real.WeightsFile(real.packaged_weights())
     model = real.load_model(file)
     ids = torch.tensor(real.Tokenizer(file).encode(real.evaluation_text())[:65])
-    loss = real.mean_loss(model, ids)
-    checks = Checks()
-    rows = []
-    for what, same, too_far, other in (
+    moves = [
         ("gains in the matrices", fold_gains(model), "gains dropped", fold_gains(model, False)),
         ("RoPE on halves", other_layout(model), "rows unsorted", other_layout(model, False)),
-    ):
-        after = real.mean_loss(same, ids)
-        checks.close(what, after, loss, 1e-5)
-        rows.append([what, f"{after:.5f}", too_far, f"{real.mean_loss(other, ids):.5f}"])
-    say(f"Loss of the model on 64 tokens: {loss:.5f}. Rearranged:\n")
-    say(Table(["the same", "loss", "one step too far", "loss"], rows))
+    ]
+    checks = Checks()
+    say(losses(model, ids, moves, checks))
     say("\nThe same: equal but for rounding. Too far: a loss that everybody would notice.")
     return checks.report()
 

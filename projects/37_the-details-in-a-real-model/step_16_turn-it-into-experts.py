@@ -29,19 +29,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 
 from shared import chapters, cli
 from shared.checks import Checks
-from shared.console import Table, say
+from shared.console import say
 from shared.randomness import generator
 
 modern = chapters.load_build(7)
 real = chapters.load_build(37)
-twin = chapters.load_step(37, 8).twin  # a second model on the same numbers
+step_08 = chapters.load_step(37, 8)  # twin(): a second model on the same numbers
 
 # ---------------------------------------------------------------- the idea
 
 
 def copies(model: nn.Module, moe: type[nn.Module] = modern.MoE) -> nn.Module:
     """Each MLP becomes eight copies of itself under an untrained router, two for each token."""
-    model = twin(model)
+    model = step_08.twin(model)
     cfg = replace(model.cfg, n_experts=8, top_k=2, d_hidden=1)  # tiny: its experts are replaced
     for i, block in enumerate(model.blocks):
         experts = moe(cfg)
@@ -75,7 +75,7 @@ class CarvedMLP(modern.SwiGLU):
 
 def carve(model: nn.Module, n_kept: int) -> nn.Module:
     """Each MLP is cut into eight experts, of which a token keeps n_kept."""
-    model = twin(model)
+    model = step_08.twin(model)
     for block in model.blocks:
         block.mlp.__class__ = CarvedMLP  # the same numbers, another forward
         block.mlp.n_kept = n_kept
@@ -90,18 +90,12 @@ def main() -> int:
     file = real.WeightsFile(real.packaged_weights())
     model = real.load_model(file)
     ids = torch.tensor(real.Tokenizer(file).encode(real.evaluation_text())[:65])
-    loss = real.mean_loss(model, ids)
-    checks = Checks()
-    rows = []
-    for what, same, too_far, other in (
+    moves = [
         ("copies of each MLP", copies(model), "raw gates", copies(model, RawGates)),
         ("each MLP cut in eight", carve(model, 8), "six kept", carve(model, 6)),
-    ):
-        after = real.mean_loss(same, ids)
-        checks.close(what, after, loss, 1e-5)
-        rows.append([what, f"{after:.5f}", too_far, f"{real.mean_loss(other, ids):.5f}"])
-    say(f"Loss of the model on 64 tokens: {loss:.5f}. With experts:\n")
-    say(Table(["the same", "loss", "one step too far", "loss"], rows))
+    ]
+    checks = Checks()
+    say(step_08.losses(model, ids, moves, checks))
     say("\nThe same: equal but for rounding. Gates that sum to less than 1 make each answer")
     say("too small. And nobody trained this model to do without some of its neurons.")
     return checks.report()
