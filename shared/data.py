@@ -266,9 +266,11 @@ def load_corpus(source: str | Path, tokenizer: str, block_size: int) -> Corpus:
     elif source == "docs":
         name = "the documentation strings of torch"
         texts = torch_docs()
-    else:
+    elif source == "source":
         name = "the Python source of torch"
         names, texts = zip(*torch_source().items())
+    else:
+        raise ValueError(f"no corpus is called {source!r}; a file or a folder is given as a Path")
     sha = hashlib.sha256()
     for text in texts:
         sha.update(text.encode("utf-8"))

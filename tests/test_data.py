@@ -247,6 +247,11 @@ def test_a_folder_may_be_called_like_a_text_of_ours(name, tmp_path, monkeypatch)
     assert cli.make_plan("", preset, variants, flags).corpus.n_characters == 900
 
 
+def test_a_name_of_no_text_of_ours_is_no_path():
+    with pytest.raises(ValueError, match="no corpus is called 'sources'"):
+        data.load_corpus("sources", "char", 8)
+
+
 @dataclass(frozen=True)
 class Shape:
     block_size: int = 8

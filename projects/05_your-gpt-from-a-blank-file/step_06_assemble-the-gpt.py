@@ -109,7 +109,8 @@ def main() -> int:
     console.say("lm_head is the matrix of token_embedding and counts once. Two thirds of the")
     console.say("model are blocks, a third is the vocabulary.")
 
-    V, T = 13, 7
+    V = 13
+    T = 7
     noise = generator(1, "step 06")
     model = GPT(GPTConfig(block_size=9, n_layers=3, n_heads=2, d_model=10), V).double()
     for p in model.parameters():
