@@ -46,7 +46,7 @@ def job_ratios() -> tuple[Ratio, Ratio]:
         against_naive.append(ours / theirs)
         start_up.append(job_seconds("--steps", "1") / ours)
     return (
-        Ratio("make tiny / its twelve runs in the naive form", against_naive, at_most=0.75),
+        Ratio("make tiny / its twelve runs in the naive form", against_naive, at_most=0.6),
         Ratio("make tiny with one step / with 200", start_up),
     )
 
