@@ -96,7 +96,7 @@ def say(block: "str | Table" = "", style: str = "") -> None:
 
 def complain(text: str) -> None:
     """Print one line on standard error."""
-    print(" ".join(text.split()), file=sys.stderr)
+    print(printable(" ".join(text.split())), file=sys.stderr)
 
 
 def tolerate_narrow_encodings() -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,88 +13,18 @@ import torch
 from shared import chapters
 from shared.console import UserError
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small_weights import CONTEXT, D_MODEL, HIDDEN, LAYERS, MERGES, N_HEADS, N_KV, SmallFile  # noqa: E402
+
 FOLDER = chapters.chapter_folder(37)
 BUILD = FOLDER / "build.py"
-D_MODEL, N_HEADS, N_KV, HIDDEN, LAYERS, CONTEXT = 96, 6, 2, 160, 2, 40  # head_dim 16; quantized rows need 32s
-MERGES = ["a b", "ab c", "d e"]
 
 
 @pytest.fixture(scope="module")
 def real():
     """Chapter 37's build.py."""
     return chapters.load_build(37)
-
-
-def vocabulary(letters) -> list[str]:
-    return ["<|im_start|>", "<|im_end|>", *letters, *(merge.replace(" ", "") for merge in MERGES)]
-
-
-def shapes(n_tokens: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a small llama file, by its name."""
-    wanted = {"token_embd.weight": (n_tokens, D_MODEL), "output_norm.weight": (D_MODEL,)}
-    for i in range(LAYERS):
-        wanted |= {
-            f"blk.{i}.{name}.weight": shape
-            for name, shape in {
-                "attn_norm": (D_MODEL,),
-                "attn_q": (D_MODEL, D_MODEL),
-                "attn_k": (16 * N_KV, D_MODEL),
-                "attn_v": (16 * N_KV, D_MODEL),
-                "attn_output": (D_MODEL, D_MODEL),
-                "ffn_norm": (D_MODEL,),
-                "ffn_gate": (HIDDEN, D_MODEL),
-                "ffn_up": (HIDDEN, D_MODEL),
-                "ffn_down": (D_MODEL, HIDDEN),
-            }.items()
-        }
-    return wanted
-
-
-class SmallFile:
-    """A small GGUF file of random numbers, written by gguf itself; the parts can be changed before write()."""
-
-    def __init__(self, letters):
-        self.architecture, self.packing = "llama", gguf.GGMLQuantizationType.F32
-        self.tokens = vocabulary(letters)
-        self.fields = {
-            "context_length": CONTEXT,
-            "block_count": LAYERS,
-            "embedding_length": D_MODEL,
-            "feed_forward_length": HIDDEN,
-            "attention.head_count": N_HEADS,
-            "attention.head_count_kv": N_KV,
-            "rope.freq_base": 5000.0,
-            "attention.layer_norm_rms_epsilon": 3e-4,  # our own default is another
-        }
-        self.alignment = None  # a number of bytes; without it, GGUF's default of 32
-        self.tokenizer = {"model": "gpt2", "pre": "smollm", "merges": MERGES, "eos_token_id": 1}
-        draws = np.random.default_rng(1)
-        self.tensors = {
-            name: draws.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes(len(self.tokens)).items()
-        }
-
-    def write(self, path):
-        writer = gguf.GGUFWriter(path, self.architecture)
-        if self.alignment:
-            writer.add_custom_alignment(self.alignment)
-        for name, value in self.fields.items():
-            key = f"llama.{name}"
-            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
-        writer.add_array("tokenizer.ggml.tokens", self.tokens)
-        writer.add_array("tokenizer.ggml.token_type", [3 if token.startswith("<|") else 1 for token in self.tokens])
-        if self.tokenizer["merges"]:
-            writer.add_array("tokenizer.ggml.merges", self.tokenizer["merges"])
-        writer.add_string("tokenizer.ggml.model", self.tokenizer["model"])
-        writer.add_string("tokenizer.ggml.pre", self.tokenizer["pre"])
-        writer.add_uint32("tokenizer.ggml.eos_token_id", self.tokenizer["eos_token_id"])
-        for name, numbers in self.tensors.items():
-            packing = self.packing if numbers.ndim == 2 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(name, gguf.quants.quantize(numbers, packing), raw_dtype=packing)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
 
 
 @pytest.fixture
@@ -178,9 +109,9 @@ REFUSED = {
     "too wide": (add("blk.0.ffn_down.weight", (D_MODEL, 192)), "blk.0.ffn_down.weight has shape (96, 192)"),
     "transposed": (add("blk.0.attn_k.weight", (D_MODEL, 16 * N_KV)), "blk.0.attn_k.weight has shape (96, 32)"),
     "left over": (add("blk.0.attn_q.bias", (D_MODEL,)), "no place for its tensor blk.0.attn_q.bias"),
-    "a layer too many": (add("blk.2.attn_norm.weight", (D_MODEL,)), "no place for its tensor blk.2.attn_norm.weight"),
-    "no field": (field("block_count", None), "gives no single llama.block_count"),
-    "no heads": (field("attention.head_count", 0), "n_heads"),
+    "a layer too many": (add("blk.2.attn_norm.weight", (D_MODEL,)), "block_count is 2, and it has tensors of 3 blocks"),
+    "no field": (field("block_count", None), "its metadata lacks llama.block_count"),
+    "no heads": (field("attention.head_count", 0), "llama.attention.head_count is 0"),
     "uneven groups": (field("attention.head_count_kv", 4), "n_heads 6 is not divisible by n_kv_heads 4"),
     "part of a head turned": (field("rope.dimension_count", 8), "rope.dimension_count is 8"),
     "scaled rope": (field("rope.scaling.type", "yarn"), "rope.scaling.type is yarn"),
@@ -288,7 +219,7 @@ def test_a_file_without_chat_tokens_continues_and_does_not_chat(small, tmp_path,
     build = chapters.load_build(37)
     assert build.main(["--weights", path, "--prompt", "abc", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.endswith("\n")
-    with pytest.raises(UserError, match=r"--chat: small\.gguf knows no chat"):
+    with pytest.raises(UserError, match=r"--chat: small\.gguf knows no form of chat"):
         build.main(["--weights", path, "--chat", "--tokens", "5"])
 
 

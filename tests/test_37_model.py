@@ -178,14 +178,14 @@ def test_an_error_inside_leaves_nothing_remembered(real, small_model):
 
 
 def test_draws_follow_their_generator_and_the_end_ends(real, small_model):
-    def drawn(seed, end=-1):
+    def drawn(seed, ends=()):
         with real.remembering(small_model, 12):
             draws = torch.Generator().manual_seed(seed)
-            return list(real.stream(small_model, [1, 2], 10, end, temperature=2.0, draws=draws))
+            return list(real.stream(small_model, [1, 2], 10, ends, temperature=2.0, draws=draws))
 
     assert drawn(1) == drawn(1) != drawn(2)
     first = drawn(1)
-    cut = drawn(1, end=first[4])
+    cut = drawn(1, ends={first[4]})
     assert cut == first[: first.index(first[4]) + 1]
 
 

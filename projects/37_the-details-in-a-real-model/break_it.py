@@ -98,10 +98,10 @@ class Patient:
     def write(self, model: nn.Module) -> str:
         """The likeliest ten tokens after the question, with keys and values remembered."""
         ids = self.tokenizer.chat(QUESTION)
-        end = self.tokenizer.end
+        ends = self.tokenizer.ends
         with self.build.remembering(model, len(ids) + 10):
-            tokens = list(self.build.stream(model, ids, 10, end))
-        text = self.tokenizer.encoding.decode([token for token in tokens if token != end])
+            tokens = list(self.build.stream(model, ids, 10, ends))
+        text = self.tokenizer.encoding.decode([token for token in tokens if token not in ends])
         return real.conversation.CONTROLS.sub("", " ".join(text.split()))
 
 

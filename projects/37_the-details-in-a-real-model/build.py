@@ -18,13 +18,14 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 import struct
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
@@ -44,6 +45,8 @@ if importlib.util.find_spec("gguf"):  # without it, WeightsFile says what to typ
 gpt = chapters.load_build(5)
 modern = chapters.load_build(7)
 conversation = chapters.load_file(Path(__file__).with_name("conversation.py"))
+inspection = chapters.load_file(Path(__file__).with_name("inspection.py"))
+plausible = inspection.plausible
 
 # ---------------------------------------------------------------- the file (step 01)
 
@@ -80,7 +83,10 @@ class WeightsFile:
         self.metadata, listed, first = header  # first: the byte where the numbers begin
         self.tensors = {}
         for name, shape, packing, offset in listed:
+            if name in self.tensors:
+                raise self.refusal(f"it lists the tensor {name} twice")
             self.tensors[name] = self.locate(name, shape, packing, first + offset)
+        inspection.check_places(self)
 
     def locate(self, name: str, shape: tuple[int, ...], packing: int, start: int) -> StoredTensor:
         """How a tensor is packed, and which bytes of the file are its numbers."""
@@ -118,7 +124,7 @@ class WeightsFile:
         try:
             raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
             return raw, read_header(raw)
-        except (struct.error, KeyError):
+        except (struct.error, KeyError, RecursionError):
             why = "it ends before its list of tensors does, or that list is damaged"
         except OSError as error:
             why = error.strerror or str(error)
@@ -127,7 +133,7 @@ class WeightsFile:
         raise self.refusal(why)
 
     def refusal(self, why: str) -> UserError:
-        return UserError(f"{self.path} can't be used: {why}")
+        return UserError(f"{self.path} can't be used: {inspection.one_line(why)}")
 
 
 # ---------------------------------------------------------------- its header (step 09)
@@ -178,7 +184,7 @@ class Cursor:
         if kind != ARRAY:
             return self.take(LETTERS[kind])
         kind_inside = self.take("I")
-        length = self.take("Q")
+        length = plausible(self.take("Q"))
         return [self.value(kind_inside) for _ in range(length)]
 
 
@@ -191,8 +197,8 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     cursor = Cursor(raw)
     if cursor.take("4s") != b"GGUF" or cursor.take("I") not in (2, 3):
         raise ValueError("it is no GGUF file of version 2 or 3")
-    n_tensors = cursor.take("Q")
-    n_fields = cursor.take("Q")
+    n_tensors = plausible(cursor.take("Q"))
+    n_fields = plausible(cursor.take("Q"))
     metadata = {}
     for _ in range(n_fields):
         name = cursor.string()
@@ -201,13 +207,13 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     tensors = []
     for _ in range(n_tensors):
         name = cursor.string()
-        n_axes = cursor.take("I")
+        n_axes = plausible(cursor.take("I"))
         sizes = [cursor.take("Q") for _ in range(n_axes)]
         shape = tuple(reversed(sizes))  # the file names the length of a row first, torch last
         packing = cursor.take("I")
         offset = cursor.take("Q")
         tensors.append((name, shape, packing, offset))
-    alignment = metadata.get("general.alignment") or 32
+    alignment = inspection.alignment(metadata)
     first = math.ceil(cursor.at / alignment) * alignment  # up to the next multiple of 32
     return metadata, tensors, first
 
@@ -224,17 +230,16 @@ PATTERNS = {
     "smollm": CONTRACTION + r"|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
 }
 NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>, are special
-SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # opens each chat
 
 
 class Tokenizer:
     """The byte-pair tokenizer in a GGUF file. `encoding` is tiktoken's."""
 
     def __init__(self, file: WeightsFile):
-        check_vocabulary(file)
+        letters = byte_letters()
+        inspection.check_vocabulary(file, PATTERNS, letters, NORMAL)
         tokens = file.metadata["tokenizer.ggml.tokens"]
         marks = file.metadata["tokenizer.ggml.token_type"]
-        letters = byte_letters()
         self.n_tokens = len(tokens)
         self.special = {}
         ids = {}  # the bytes of each ordinary token -> its id
@@ -254,8 +259,9 @@ class Tokenizer:
             mergeable_ranks=ids,
             special_tokens=self.special,
         )
-        self.end = file.metadata.get("tokenizer.ggml.eos_token_id")  # ends an answer
-        self.chats = "<|im_start|>" in self.special and "<|im_end|>" in self.special
+        self.form = conversation.find_form(file, self.special)  # None: the model knows no chat
+        self.start = conversation.find_start(file)  # ids before a text, mostly none
+        self.ends = conversation.find_ends(file, self.special)  # each of these ends an answer
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name stays text. UserError for a byte without token."""
@@ -269,18 +275,21 @@ class Tokenizer:
         return ids
 
     def chat(self, message: str, first: bool = True) -> list[int]:
-        """A person's message in the form that the model was trained on (ChatML).
+        """A person's message in the form that the model was trained on.
 
         It ends where the answer begins. The first message comes after the model's instruction.
         """
-        start = self.special["<|im_start|>"]
-        end = self.special["<|im_end|>"]
-        newline = self.encode("\n")
+        form = self.form.turn  # <|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n
         ids = []
         if first:
-            ids += [start, *self.encode("system\n" + SYSTEM), end, *newline]
-        ids += [start, *self.encode("user\n" + message), end, *newline]
-        ids += [start, *self.encode("assistant\n")]
+            form = self.form.opening + form
+            ids += self.start
+        names = "|".join(re.escape(name) for name in self.special)
+        for piece in re.split(f"({names})", form):
+            if piece in self.special:
+                ids.append(self.special[piece])
+            else:  # the message comes in after the cut: a special name in it stays text
+                ids += self.encode(piece.replace("{}", message))
         return ids
 
 
@@ -300,34 +309,6 @@ def byte_letters() -> dict[str, int]:
     for i, byte in enumerate(others):
         letters[chr(256 + i)] = byte
     return letters
-
-
-def check_vocabulary(file: WeightsFile) -> None:
-    """UserError if the file holds another kind of tokenizer than ours, or half of one."""
-
-    def field(name: str):
-        return file.metadata.get(f"tokenizer.ggml.{name}")
-
-    if field("model") != "gpt2" or field("pre") not in PATTERNS:
-        raise file.refusal(
-            f"its tokenizer is {field('model')} {field('pre')}, and we know gpt2 with "
-            + " or ".join(PATTERNS)
-        )
-    tokens = field("tokens")
-    marks = field("token_type")
-    merges = field("merges")
-    if not (tokens and merges and marks and len(marks) == len(tokens)):
-        raise file.refusal("its metadata holds no whole vocabulary: tokens, their types and merges")
-    ids = {token: i for i, token in enumerate(tokens) if marks[i] == NORMAL}
-    # tiktoken merges the pair with the lowest id first: the ids must rise along the list of merges.
-    made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
-    if -1 in made or made != sorted(made):
-        raise file.refusal("its tokens are not numbered in the order of their merges")
-    used = set("".join(ids))  # every letter of every token
-    unknown = used - byte_letters().keys()
-    if unknown:
-        some = "".join(sorted(unknown)[:9])
-        raise file.refusal(f"its tokens hold letters that stand for no byte: {some}")
 
 
 # ---------------------------------------------------------------- config (step 12)
@@ -428,16 +409,11 @@ class RealGPT(modern.ModernGPT):
 
 def read_config(file: WeightsFile) -> GroupedConfig:
     """The shape of the model in a GGUF file. UserError if our blocks can't take it."""
+    inspection.check_fields(file)
 
     def field(name: str, default=None):
-        value = file.metadata.get(f"llama.{name}", default)
-        if value is None or isinstance(value, list):
-            raise file.refusal(f"its metadata gives no single llama.{name}")
-        return value
+        return file.metadata.get(f"llama.{name}", default)
 
-    architecture = file.metadata.get("general.architecture")
-    if architecture != "llama":
-        raise file.refusal(f"its architecture is {architecture}, and our blocks are llama's")
     n_heads = field("attention.head_count")
     try:
         cfg = GroupedConfig(
@@ -452,17 +428,7 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         )
     except ValueError as error:
         raise file.refusal(str(error)) from None
-    # What our blocks can't vary. If the file says nothing about it, it is taken to be so.
-    required = {
-        "rope.dimension_count": cfg.head_dim,
-        "attention.key_length": cfg.head_dim,
-        "rope.scaling.type": "none",
-        "expert_count": 0,
-    }
-    for name, ours in required.items():
-        theirs = field(name, ours)
-        if theirs != ours:
-            raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
+    inspection.check_shape(file, cfg)
     return cfg
 
 
@@ -501,29 +467,41 @@ def slots(model: RealGPT) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_model(file: WeightsFile) -> RealGPT:
-    """Our model with the numbers of a GGUF file. UserError unless every tensor has its place."""
+def load_model(file: WeightsFile, longest: int = 8_192) -> RealGPT:
+    """Our model with the numbers of a GGUF file. UserError unless every tensor has its place.
 
-    def shape(name: str) -> tuple[int, ...]:
-        if name not in file.tensors:
-            raise file.refusal(f"it lacks the tensor {name}")
-        return file.tensors[name].shape
-
-    model = RealGPT(read_config(file), vocab_size=shape("token_embd.weight")[0])
+    It reads up to `longest` positions, or as many as the file's model can.
+    """
+    cfg = read_config(file)
+    cfg = replace(cfg, block_size=min(cfg.block_size, longest))
+    model = RealGPT(cfg, vocab_size=file.tensors["token_embd.weight"].shape[0])
     if "output.weight" in file.tensors:  # a head of its own; without it, the embedding is the head
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.token_embedding.weight))
     places = slots(model)
     for name, place in places.items():
-        if shape(name) != place.shape:
-            raise file.refusal(
-                f"its tensor {name} has shape {shape(name)}, and in our model {tuple(place.shape)}"
-            )
+        inspection.check_tensor(file, name, place.shape)
     for name in file.tensors:
         if name not in places:
             raise file.refusal(f"our model has no place for its tensor {name}")
     for name, place in places.items():
         place.copy_(file.read(name))  # into the memory that is there: what was tied stays tied
+    inspection.check_numbers(file, places)
+    factor = inspection.rope_factor(file)
+    if factor != 1:
+        stretch(model, factor)
     return model.eval()
+
+
+def stretch(model: RealGPT, factor: float) -> None:
+    """Let position t turn as t / factor: RoPE with linear scaling (Chen et al. 2023, eq. 4)."""
+    D = model.cfg.head_dim
+    pair = torch.arange(D // 2, dtype=torch.float64)
+    speed = model.cfg.rope_base ** (-2 * pair / D)  # as in chapter 07's build_rope_cache()
+    position = torch.arange(model.cfg.block_size, dtype=torch.float64) / factor
+    angle = torch.outer(position, speed)
+    for block in model.blocks:
+        block.attn.cos = angle.cos().float()
+        block.attn.sin = angle.sin().float()
 
 
 # ---------------------------------------------------------------- loss (step 05)
@@ -624,11 +602,11 @@ def stream(
     model: RealGPT,
     ids: list[int],
     n_new: int,
-    end: int = -1,
+    ends: Collection[int] = (),
     temperature: float = 0.0,
     draws: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Inside remembering(): read ids, then yield up to n_new tokens, or up to the token `end`.
+    """Inside remembering(): read ids, then yield up to n_new tokens, or up to one of `ends`.
 
     Each is the likeliest one at temperature 0, else drawn from softmax(logits / temperature).
     """
@@ -642,7 +620,7 @@ def stream(
             p = F.softmax(logits / temperature, dim=-1)
             token = int(torch.multinomial(p, 1, generator=draws))
         yield token
-        if token == end:
+        if token in ends:
             return
         ids = [token]  # all before it is remembered
 
@@ -670,7 +648,7 @@ def peak_memory() -> str:
     return f"{peak / 1e9:.2f} GB"
 
 
-def speed(model: RealGPT, ids: list[int], n_new: int = 64) -> tuple[float, float]:
+def speed(model: RealGPT, ids: list[int], n_new: int) -> tuple[float, float]:
     """Tokens a second when reading ids at once, and when writing n_new more one by one."""
     with remembering(model, len(ids) + n_new):
         started = time.perf_counter()
@@ -684,9 +662,11 @@ def speed(model: RealGPT, ids: list[int], n_new: int = 64) -> tuple[float, float
 
 def measure(model: RealGPT, ids: torch.Tensor, full: bool) -> dict:
     """Loss and speed on the first tokens of a text; with `full` also the loss by context."""
-    part = ids[: 1 + N_EVALUATED]
-    found = {"loss": mean_loss(model, part)}
-    found["reading"], found["writing"] = speed(model, part[:-1].tolist())
+    n_written = min(64, model.cfg.block_size // 2)
+    n_read = min(N_EVALUATED, model.cfg.block_size - n_written, len(ids) - 1)
+    part = ids[: n_read + 1]
+    found = {"n_evaluated": n_read, "loss": mean_loss(model, part)}
+    found["reading"], found["writing"] = speed(model, part[:-1].tolist(), n_written)
     found["memory"] = peak_memory()
     if full:
         longest = min(model.cfg.block_size, len(ids) - 1)
@@ -697,9 +677,8 @@ def measure(model: RealGPT, ids: torch.Tensor, full: bool) -> dict:
 
 def tables(found: dict, ids: torch.Tensor) -> list[str | Table]:
     """What was measured, as a person reads it."""
-    n_evaluated = min(N_EVALUATED, len(ids) - 1)
     rows = [
-        [f"perplexity on {n_evaluated:,} tokens", f"{math.exp(found['loss']):.3f}"],
+        [f"perplexity on {found['n_evaluated']:,} tokens", f"{math.exp(found['loss']):.3f}"],
         ["their mean loss, nats a token", f"{found['loss']:.4f}"],
         ["reading, tokens a second", f"{found['reading']:.0f}"],
         ["writing, tokens a second", f"{found['writing']:.1f}"],
@@ -741,7 +720,7 @@ def hashes(file: WeightsFile, text: str) -> dict[str, str]:
 def setting(file: WeightsFile, model: RealGPT, known: dict[str, str], options) -> str:
     """What is run on what; `known` are its hashes()."""
     cfg = model.cfg
-    name = file.metadata.get("general.name", file.path.name)
+    name = inspection.one_line(file.metadata.get("general.name", file.path.name), 60)
     lines = [
         f"model   {name}: {gpt.count_parameters(model):,} parameters, {cfg.n_layers} layers,",
         f"        d_model {cfg.d_model}, {cfg.n_heads} query heads on {cfg.n_kv_heads} key heads",
@@ -757,18 +736,18 @@ def setting(file: WeightsFile, model: RealGPT, known: dict[str, str], options) -
 def reply(model: RealGPT, tokenizer: Tokenizer, options, ids: list[int]) -> Iterator[int]:
     """Inside remembering(): the tokens of the answer to ids, in the way that the flags say."""
     return stream(
-        model, ids, options.tokens, tokenizer.end, options.temperature, options.draws
+        model, ids, options.tokens, tokenizer.ends, options.temperature, options.draws
     )
 
 
 def answer(model: RealGPT, tokenizer: Tokenizer, message: str, options) -> list[int]:
     """Print the answer to one message as it comes; a model that knows no chat continues it."""
-    ids = tokenizer.chat(message) if tokenizer.chats else tokenizer.encode(message)
+    ids = tokenizer.chat(message) if tokenizer.form else tokenizer.start + tokenizer.encode(message)
     longest = model.cfg.block_size - options.tokens
     if not 0 < len(ids) <= longest:
         raise UserError(
-            f"--prompt comes to {len(ids):,} tokens; it must have 1 to {longest:,} to leave room "
-            "for an answer"
+            f"the question comes to {len(ids):,} tokens; it must have 1 to {longest:,} to leave "
+            f"room for an answer of {options.tokens:,} (--tokens, --context)"
         )
     with remembering(model, len(ids) + options.tokens):
         return conversation.write_answer(reply(model, tokenizer, options, ids), tokenizer)
@@ -795,8 +774,12 @@ def experiment(
     answers = []
     for message in PROMPTS:
         print(f"\n> {message}")
-        written = answer(model, tokenizer, message, options)
-        said = tokenizer.encoding.decode([token for token in written if token != tokenizer.end])
+        try:
+            written = answer(model, tokenizer, message, options)
+            said = tokenizer.encoding.decode([t for t in written if t not in tokenizer.ends])
+        except UserError as error:  # a model of few positions, or of few letters
+            said = f"(no answer: {error})"
+            say(said)
         answers.append(f"> {message}\n{said}")
     found = measure(model, ids, options.full) | {"opening": opening, "answers": answers} | known
     blocks = [*tables(found, ids), compare(found, here / "expected")]
@@ -814,13 +797,15 @@ def main(argv: list[str] | None = None) -> int:
     started = time.perf_counter()
     file = WeightsFile(options.weights or packaged_weights())
     tokenizer = Tokenizer(file)
-    model = load_model(file).to(options.device)
+    model = load_model(file, options.context).to(options.device)
     opening = time.perf_counter() - started
     block_size = model.cfg.block_size
     if tokenizer.n_tokens != model.vocab_size:
         raise file.refusal(
             f"it has {tokenizer.n_tokens:,} tokens and embeddings for {model.vocab_size:,}"
         )
+    if options.tokens is None:
+        options.tokens = min(256, block_size // 2)
     if options.tokens >= block_size:
         raise UserError(
             f"--tokens {options.tokens} leaves no room for a question: the model reads "
@@ -831,9 +816,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not options.chat:
         return experiment(file, model, tokenizer, opening, options)
-    if not tokenizer.chats:
+    if not tokenizer.form:
         raise UserError(
-            f"--chat: {file.path.name} knows no chat, only --prompt, whose text it continues"
+            f"--chat: {file.path.name} knows no form of chat that we know ({conversation.KNOWN}); "
+            "give --prompt a text, which it continues"
         )
     with remembering(model, block_size):
         return conversation.chat(

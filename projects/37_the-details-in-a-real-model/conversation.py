@@ -1,4 +1,4 @@
-"""The conversation of chapter 37: flags, an answer as it is written, message after message.
+"""The conversation of chapter 37: flags, the forms of a chat, message after message.
 
 build.py holds the model and uses this file. Nothing here knows how a token comes about.
 """
@@ -8,6 +8,7 @@ import codecs
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
@@ -41,7 +42,8 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     add("--data", **path, help="a UTF-8 text file, or a folder of them, to measure on instead")
     add("--output-dir", **path, help="where results go (default: outputs/ here)")
     number = {"type": cli.natural, "metavar": "N"}
-    add("--tokens", **number, default=256, help="longest answer (default 256)")
+    add("--tokens", **number, help="longest answer (default 256)")
+    add("--context", **number, default=8_192, help="most positions to read (default 8192)")
     add("--seed", **number, default=1, help="of the draws at a temperature above 0")
     add("--temperature", type=temperature, metavar="T", default=0.0, help="0: the likeliest token")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
@@ -66,13 +68,85 @@ def temperature(text: str) -> float:
     return value
 
 
+# ---------------------------------------------------------------- the forms of a chat
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """How a model was trained to read a conversation."""
+
+    turn: str  # from a message, {}, up to where the answer begins
+    end: str  # the token that ends an answer
+    gap: str = ""  # what stands between it and the next message
+    opening: str = ""  # what stands before the first message
+
+
+# A file says its form as a template, a small program. We don't run it: one of these pieces tells
+# which form it makes.
+FORMS = {
+    "<|im_start|>": ChatForm(  # ChatML: SmolLM2, Qwen, ...
+        turn="<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+        end="<|im_end|>",
+        gap="\n",
+    ),
+    "<|start_header_id|>": ChatForm(  # Llama 3
+        turn="<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        end="<|eot_id|>",
+    ),
+    "<start_of_turn>": ChatForm(  # Gemma
+        turn="<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
+        end="<end_of_turn>",
+        gap="\n",
+    ),
+    "[INST]": ChatForm(turn="[INST] {} [/INST]", end="</s>"),  # Mistral
+}
+KNOWN = "ChatML, Llama 3, Gemma, Mistral"
+# The instruction that a ChatML template puts before a conversation which has none of its own.
+INSTRUCTION = re.compile(r"<\|im_start\|>system(?:\n|\\n)[^{}<]+<\|im_end\|>(?:\n|\\n)")
+
+
+def find_form(file, special: dict[str, int]) -> ChatForm | None:
+    """The form of the chat that a file was trained for; None if it names none that we know."""
+    template = file.metadata.get("tokenizer.chat_template", "")
+    if not template and "<|im_start|>" in special:
+        template = "<|im_start|>"
+    for sign, form in FORMS.items():
+        if sign in template and form.end in special:
+            found = INSTRUCTION.search(template)
+            opening = found[0].replace("\\n", "\n") if found else ""
+            return replace(form, opening=opening)
+    return None
+
+
+def find_start(file) -> list[int]:
+    """The ids that stand before every text: the file's first token, if it wants one."""
+    template = file.metadata.get("tokenizer.chat_template", "")
+    wanted = file.metadata.get("tokenizer.ggml.add_bos_token") or "bos_token" in template
+    first = file.metadata.get("tokenizer.ggml.bos_token_id")
+    return [first] if wanted and first is not None else []
+
+
+def find_ends(file, special: dict[str, int]) -> set[int]:
+    """The ids that end an answer: of a text, a turn, a message, and what the chat's form names."""
+    names = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
+    ends = {file.metadata[name] for name in names if name in file.metadata}
+    form = find_form(file, special)
+    if form:
+        ends.add(special[form.end])
+    return ends
+
+
+# ---------------------------------------------------------------- talking
+
+
 def write_answer(tokens: Iterable[int], tokenizer) -> list[int]:
     """Print the tokens of an answer as they come. Returns them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may be several tokens
     written = []
     for token in tokens:
         written.append(token)
-        if token != tokenizer.end:
+        if token not in tokenizer.ends:
             text = decoder.decode(tokenizer.encoding.decode_single_token_bytes(token))
             print(CONTROLS.sub("", text), end="", flush=True)
     print(decoder.decode(b"", final=True), flush=True)  # "�" for half a letter at the end
@@ -101,7 +175,8 @@ def chat(
     """
     say("Type a message. An empty line or Ctrl-D ends the conversation.")
     n_read = 0
-    unread = []  # the end of the last answer, which the model wrote and hasn't read
+    close = [tokenizer.special[tokenizer.form.end], *tokenizer.encode(tokenizer.form.gap)]
+    unread = []  # the end of the last answer, which the model hasn't read
     while message := read_message():
         try:
             ids = unread + tokenizer.chat(message, first=not unread)
@@ -113,8 +188,7 @@ def chat(
             return 0
         written = write_answer(reply(ids), tokenizer)
         n_read += len(ids) + len(written) - 1  # the last token is written, not read
-        unread = [written[-1]]
-        if written[-1] != tokenizer.end:  # cut short: the turn is closed in its place
-            unread.append(tokenizer.end)
-        unread += tokenizer.encode("\n")
+        unread = close
+        if written[-1] not in tokenizer.ends:  # cut short by --tokens
+            unread = [written[-1], *close]
     return 0

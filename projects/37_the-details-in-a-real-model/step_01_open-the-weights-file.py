@@ -40,6 +40,7 @@ if importlib.util.find_spec("gguf"):  # without it, WeightsFile says what to typ
     import gguf
 
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
+inspection = real.inspection
 installed = real.installed
 read_header = real.read_header
 
@@ -61,7 +62,10 @@ class WeightsFile:
         self.metadata, listed, first = header  # first: the byte where the numbers begin
         self.tensors = {}
         for name, shape, packing, offset in listed:
+            if name in self.tensors:
+                raise self.refusal(f"it lists the tensor {name} twice")
             self.tensors[name] = self.locate(name, shape, packing, first + offset)
+        inspection.check_places(self)
 
     def locate(self, name: str, shape: tuple[int, ...], packing: int, start: int) -> StoredTensor:
         """How a tensor is packed, and which bytes of the file are its numbers."""
@@ -99,7 +103,7 @@ class WeightsFile:
         try:
             raw = np.memmap(self.path, mode="r")  # the bytes, read from disk when used
             return raw, read_header(raw)
-        except (struct.error, KeyError):
+        except (struct.error, KeyError, RecursionError):
             why = "it ends before its list of tensors does, or that list is damaged"
         except OSError as error:
             why = error.strerror or str(error)
@@ -108,7 +112,7 @@ class WeightsFile:
         raise self.refusal(why)
 
     def refusal(self, why: str) -> UserError:
-        return UserError(f"{self.path} can't be used: {why}")
+        return UserError(f"{self.path} can't be used: {inspection.one_line(why)}")
 
 
 # ---------------------------------------------------------------- look at it

@@ -24,6 +24,7 @@ instruction to the model, in the same form, stands before the first message.)
 Step 11 merges by hand and compares that with tiktoken.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -36,9 +37,10 @@ from shared.checks import Checks
 from shared.console import Table, UserError, say
 
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
+conversation = real.conversation
+inspection = real.inspection
 WeightsFile = real.WeightsFile
 byte_letters = real.byte_letters
-check_vocabulary = real.check_vocabulary
 
 # ---------------------------------------------------------------- the idea
 
@@ -52,17 +54,16 @@ PATTERNS = {
     "smollm": CONTRACTION + r"|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
 }
 NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>, are special
-SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # opens each chat
 
 
 class Tokenizer:
     """The byte-pair tokenizer in a GGUF file. `encoding` is tiktoken's."""
 
     def __init__(self, file: WeightsFile):
-        check_vocabulary(file)
+        letters = byte_letters()
+        inspection.check_vocabulary(file, PATTERNS, letters, NORMAL)
         tokens = file.metadata["tokenizer.ggml.tokens"]
         marks = file.metadata["tokenizer.ggml.token_type"]
-        letters = byte_letters()
         self.n_tokens = len(tokens)
         self.special = {}
         ids = {}  # the bytes of each ordinary token -> its id
@@ -82,8 +83,9 @@ class Tokenizer:
             mergeable_ranks=ids,
             special_tokens=self.special,
         )
-        self.end = file.metadata.get("tokenizer.ggml.eos_token_id")  # ends an answer
-        self.chats = "<|im_start|>" in self.special and "<|im_end|>" in self.special
+        self.form = conversation.find_form(file, self.special)  # None: the model knows no chat
+        self.start = conversation.find_start(file)  # ids before a text, mostly none
+        self.ends = conversation.find_ends(file, self.special)  # each of these ends an answer
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name stays text. UserError for a byte without token."""
@@ -97,18 +99,21 @@ class Tokenizer:
         return ids
 
     def chat(self, message: str, first: bool = True) -> list[int]:
-        """A person's message in the form that the model was trained on (ChatML).
+        """A person's message in the form that the model was trained on.
 
         It ends where the answer begins. The first message comes after the model's instruction.
         """
-        start = self.special["<|im_start|>"]
-        end = self.special["<|im_end|>"]
-        newline = self.encode("\n")
+        form = self.form.turn  # <|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n
         ids = []
         if first:
-            ids += [start, *self.encode("system\n" + SYSTEM), end, *newline]
-        ids += [start, *self.encode("user\n" + message), end, *newline]
-        ids += [start, *self.encode("assistant\n")]
+            form = self.form.opening + form
+            ids += self.start
+        names = "|".join(re.escape(name) for name in self.special)
+        for piece in re.split(f"({names})", form):
+            if piece in self.special:
+                ids.append(self.special[piece])
+            else:  # the message comes in after the cut: a special name in it stays text
+                ids += self.encode(piece.replace("{}", message))
         return ids
 
 

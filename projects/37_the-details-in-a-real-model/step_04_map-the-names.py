@@ -16,6 +16,7 @@ Asking the model something is step 05.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ from shared.console import Table, say
 
 gpt = chapters.load_build(5)
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
+inspection = real.inspection
+stretch = real.stretch
 GroupedQueryAttention = real.GroupedQueryAttention
 RealGPT = real.RealGPT
 WeightsFile = real.WeightsFile
@@ -69,28 +72,28 @@ def slots(model: RealGPT) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load_model(file: WeightsFile) -> RealGPT:
-    """Our model with the numbers of a GGUF file. UserError unless every tensor has its place."""
+def load_model(file: WeightsFile, longest: int = 8_192) -> RealGPT:
+    """Our model with the numbers of a GGUF file. UserError unless every tensor has its place.
 
-    def shape(name: str) -> tuple[int, ...]:
-        if name not in file.tensors:
-            raise file.refusal(f"it lacks the tensor {name}")
-        return file.tensors[name].shape
-
-    model = RealGPT(read_config(file), vocab_size=shape("token_embd.weight")[0])
+    It reads up to `longest` positions, or as many as the file's model can.
+    """
+    cfg = read_config(file)
+    cfg = replace(cfg, block_size=min(cfg.block_size, longest))
+    model = RealGPT(cfg, vocab_size=file.tensors["token_embd.weight"].shape[0])
     if "output.weight" in file.tensors:  # a head of its own; without it, the embedding is the head
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.token_embedding.weight))
     places = slots(model)
     for name, place in places.items():
-        if shape(name) != place.shape:
-            raise file.refusal(
-                f"its tensor {name} has shape {shape(name)}, and in our model {tuple(place.shape)}"
-            )
+        inspection.check_tensor(file, name, place.shape)
     for name in file.tensors:
         if name not in places:
             raise file.refusal(f"our model has no place for its tensor {name}")
     for name, place in places.items():
         place.copy_(file.read(name))  # into the memory that is there: what was tied stays tied
+    inspection.check_numbers(file, places)
+    factor = inspection.rope_factor(file)
+    if factor != 1:
+        stretch(model, factor)
     return model.eval()
 
 

@@ -30,6 +30,8 @@ from shared.checks import Checks
 from shared.console import Table, say
 
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
+inspection = real.inspection
+plausible = real.plausible
 
 # ---------------------------------------------------------------- the idea
 
@@ -79,7 +81,7 @@ class Cursor:
         if kind != ARRAY:
             return self.take(LETTERS[kind])
         kind_inside = self.take("I")
-        length = self.take("Q")
+        length = plausible(self.take("Q"))
         return [self.value(kind_inside) for _ in range(length)]
 
 
@@ -92,8 +94,8 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     cursor = Cursor(raw)
     if cursor.take("4s") != b"GGUF" or cursor.take("I") not in (2, 3):
         raise ValueError("it is no GGUF file of version 2 or 3")
-    n_tensors = cursor.take("Q")
-    n_fields = cursor.take("Q")
+    n_tensors = plausible(cursor.take("Q"))
+    n_fields = plausible(cursor.take("Q"))
     metadata = {}
     for _ in range(n_fields):
         name = cursor.string()
@@ -102,13 +104,13 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     tensors = []
     for _ in range(n_tensors):
         name = cursor.string()
-        n_axes = cursor.take("I")
+        n_axes = plausible(cursor.take("I"))
         sizes = [cursor.take("Q") for _ in range(n_axes)]
         shape = tuple(reversed(sizes))  # the file names the length of a row first, torch last
         packing = cursor.take("I")
         offset = cursor.take("Q")
         tensors.append((name, shape, packing, offset))
-    alignment = metadata.get("general.alignment") or 32
+    alignment = inspection.alignment(metadata)
     first = math.ceil(cursor.at / alignment) * alignment  # up to the next multiple of 32
     return metadata, tensors, first
 

@@ -34,6 +34,7 @@ from shared.console import Table, say
 gpt = chapters.load_build(5)
 modern = chapters.load_build(7)
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
+inspection = real.inspection
 GroupedQueryAttention = real.GroupedQueryAttention
 WeightsFile = real.WeightsFile
 
@@ -79,16 +80,11 @@ class RealGPT(modern.ModernGPT):
 
 def read_config(file: WeightsFile) -> GroupedConfig:
     """The shape of the model in a GGUF file. UserError if our blocks can't take it."""
+    inspection.check_fields(file)
 
     def field(name: str, default=None):
-        value = file.metadata.get(f"llama.{name}", default)
-        if value is None or isinstance(value, list):
-            raise file.refusal(f"its metadata gives no single llama.{name}")
-        return value
+        return file.metadata.get(f"llama.{name}", default)
 
-    architecture = file.metadata.get("general.architecture")
-    if architecture != "llama":
-        raise file.refusal(f"its architecture is {architecture}, and our blocks are llama's")
     n_heads = field("attention.head_count")
     try:
         cfg = GroupedConfig(
@@ -103,17 +99,7 @@ def read_config(file: WeightsFile) -> GroupedConfig:
         )
     except ValueError as error:
         raise file.refusal(str(error)) from None
-    # What our blocks can't vary. If the file says nothing about it, it is taken to be so.
-    required = {
-        "rope.dimension_count": cfg.head_dim,
-        "attention.key_length": cfg.head_dim,
-        "rope.scaling.type": "none",
-        "expert_count": 0,
-    }
-    for name, ours in required.items():
-        theirs = field(name, ours)
-        if theirs != ours:
-            raise file.refusal(f"its llama.{name} is {theirs}, and our blocks can only have {ours}")
+    inspection.check_shape(file, cfg)
     return cfg
 
 

@@ -18,7 +18,7 @@ draws outputs/step_13.png.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -43,11 +43,11 @@ def stream(
     model: RealGPT,
     ids: list[int],
     n_new: int,
-    end: int = -1,
+    ends: Collection[int] = (),
     temperature: float = 0.0,
     draws: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Inside remembering(): read ids, then yield up to n_new tokens, or up to the token `end`.
+    """Inside remembering(): read ids, then yield up to n_new tokens, or up to one of `ends`.
 
     Each is the likeliest one at temperature 0, else drawn from softmax(logits / temperature).
     """
@@ -61,7 +61,7 @@ def stream(
             p = F.softmax(logits / temperature, dim=-1)
             token = int(torch.multinomial(p, 1, generator=draws))
         yield token
-        if token == end:
+        if token in ends:
             return
         ids = [token]  # all before it is remembered
 
@@ -100,7 +100,7 @@ def main() -> int:
     def written(temperature: float, seed: int = 1) -> list[int]:
         draws = torch.Generator().manual_seed(seed)
         with real.remembering(model, len(ids) + 8):
-            return list(stream(model, ids, 8, tokenizer.end, temperature, draws))
+            return list(stream(model, ids, 8, tokenizer.ends, temperature, draws))
 
     texts = {temperature: written(temperature) for temperature in (0.0, *TEMPERATURES)}
     for temperature, tokens in texts.items():
