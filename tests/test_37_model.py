@@ -226,7 +226,7 @@ def use_loaded(real, loaded, monkeypatch):
     file, tokenizer, model = loaded
     monkeypatch.setattr(real, "WeightsFile", lambda path: file)
     monkeypatch.setattr(real, "Tokenizer", lambda file: tokenizer)
-    monkeypatch.setattr(real, "load_model", lambda file: model)
+    monkeypatch.setattr(real, "load_model", lambda file, longest: model)
 
     def no_network(*_):
         raise AssertionError("it opened a connection")
@@ -302,7 +302,7 @@ def test_a_temperature_below_the_smallest_step_is_0(real, use_loaded, capsys, te
 def test_the_flags_are_frozen(real):
     assert set(vars(real.conversation.parse("", []))) == {
         "tiny", "full", "prompt", "chat", "weights", "tokens", "temperature", "seed", "data", "device", "output_dir",
-        "draws",
+        "context", "draws",
     }  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def test_the_whole_command(real, use_loaded, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(real, "N_EVALUATED", 64)
     monkeypatch.setattr(real, "CONTEXTS", (16, 128, 9000))
     speed = real.speed
-    monkeypatch.setattr(real, "speed", lambda model, ids: speed(model, ids, n_new=4))
+    monkeypatch.setattr(real, "speed", lambda model, ids, n_new: speed(model, ids, 4))
     (tmp_path / "text.txt").write_text("Details matter. " * 45, encoding="utf-8")
     flags = ["--full", "--device", "cpu", "--tokens", "12", "--data", str(tmp_path / "text.txt")]
     assert real.main([*flags, "--output-dir", str(tmp_path / "out")]) == 0
