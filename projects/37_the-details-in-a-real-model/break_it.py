@@ -155,7 +155,7 @@ def sabotaged(
     return Sabotage(
         name=name,
         edits=edits,
-        predicts=predicts + (", another answer" if loud else ", the same answer"),
+        predicts=predicts + (", another answer" if loud else ", the right answer"),
         explains=explains,
         loud=loud,
         instrument="perplexity",
@@ -493,8 +493,8 @@ def draw(outcomes: list[Outcome]):
     axes.set_yticks(range(len(ordered)), [o.sabotage.name for o in ordered], fontsize=9)
     axes.set(xscale="log", xlim=(1, 300 * end), xlabel="times the healthy perplexity")
     axes.set_ylim(len(ordered) - 0.4, -0.6)
-    axes.barh(-9, 0, color=colours[True], label="loud: the answer is another")
-    axes.barh(-9, 0, color=colours[False], label="silent: the same answer")
+    axes.barh(-9, 0, color=colours[True], label=f"loud: it no longer says: {RIGHT}")
+    axes.barh(-9, 0, color=colours[False], label="silent: it still does")
     axes.legend(frameon=False, loc="lower right", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -10,7 +10,7 @@ do is read the tokens and hand them over. Three things need care:
 - The file writes bytes as visible letters: a space is Ġ. byte_letters() turns them back.
 - Merging never crosses the border of a word; a pattern says what a word is, digits one by one.
 - Special tokens, like <|im_end|>, structure a chat. Only we may write them: if a person types
-  that name, it must stay plain text, or anyone could end the model's turn.
+  that name, it must stay plain text, or a message could end itself and speak for the model.
 
 A chat is a text in a fixed form (ChatML). The model was trained to go on after the last line. (An
 instruction to the model, in the same form, stands before the first message.)
@@ -50,7 +50,8 @@ CONTRACTION = r"'(?:[sdmt]|ll|ve|re)"
 PATTERNS = {
     # "It's 42 cats" -> It|'s| 42| cats
     "gpt-2": CONTRACTION + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    # "It's 42 cats" -> It|'s| |4|2| cats: each digit is a word of its own
+    # "It's 42 cats" -> It|'s| |4|2| cats: each digit is a word and takes no space. So the last
+    # space is left only to a letter or a sign: (?![^\s\p{N}]), not (?!\S).
     "smollm": CONTRACTION + r"|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
 }
 NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>, are special

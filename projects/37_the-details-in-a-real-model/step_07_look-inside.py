@@ -20,7 +20,6 @@ nothing to subtract, and that is why RMSNorm can do LayerNorm's work.
 draws outputs/step_07.png. What the huge number does to half precision is in break_it.py.
 """
 
-import math
 import sys
 from pathlib import Path
 
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 from shared import chapters, cli, figures
 from shared.checks import Checks
 from shared.console import Table, say
+from shared.randomness import generator
 
 real = chapters.load_build(37)
 
@@ -80,8 +80,8 @@ def main() -> int:
     ids = tokenizer.encode(real.evaluation_text())[:128]
     stream = residual_stream(model, ids)
     C = stream.shape[-1]
-    # How far the mean of C random numbers of size 1 lies from 0, on the average: 0.033.
-    by_chance = math.sqrt(2 / (math.pi * C))
+    random = torch.randn(50_000, C, generator=generator(1, "step_07"))
+    by_chance = mean_share(random).mean().item()
     rows = []
     for layer in (0, 1, 3, 9, 11, 12, 20, 28, 29, 30):
         sizes = stream[layer].abs()  # (T, C)

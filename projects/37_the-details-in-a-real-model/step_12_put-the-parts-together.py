@@ -43,7 +43,7 @@ WeightsFile = real.WeightsFile
 
 @dataclass(frozen=True)
 class GroupedConfig(modern.ModernConfig):
-    """Chapter 07's config with the parts of a Llama model, and the number of key/value heads."""
+    """Chapter 07's config (RMSNorm and SwiGLU) with RoPE, no biases, and shared key/value heads."""
 
     bias: bool = False
     position_type: str = "rope"

@@ -85,10 +85,9 @@ def main() -> int:
     below = maps.diagonal(offset=-1, dim1=2, dim2=3)  # weight on the token before
     before = below.mean(-1)  # (L, H)
     on_first = maps[:, :, 3:, 0].mean(-1)  # the first rows have hardly anything else to read
-    # "sat" stands at place 2 and again at 13. After the first came "on", at 3: ten places before
-    # 13. These tokens, too, stood eleven places earlier:
-    again = [13, 14, 15, 17, 18, 19]
-    repeated = torch.stack([maps[:, :, t, t - 10] for t in again]).mean(0)
+    # "sat" stands at places 2 and 13, eleven apart. What followed it first is at 2 + 1.
+    again = [t for t in range(11, len(ids)) if ids[t] == ids[t - 11]]
+    repeated = torch.stack([maps[:, :, t, t - 11 + 1] for t in again]).mean(0)
     rows = []
     for what, (layer, head), weight in (
         ("the token before", BEFORE, before),
