@@ -12,10 +12,14 @@ For example: token 0 chose the experts A and B, token 1 A, token 2 B, token 3 bo
 
 In which row of B's slice does token 3 stand? Four steps lead there, and the code takes them, too:
 1. Three tokens chose A, and three chose B.
-2. A slice has a multiple of 8 rows, as a library needs time for each new shape. So both have 8.
+2. Matrix libraries prepare each new shape, which takes time. So that few shapes occur, a slice has
+   a multiple of 8 rows. Here both have 8.
 3. So A's slice begins at row 0, and B's at row 8.
 4. Two tokens stand before token 3 in B's slice. So its row is 8 + 2 = 10.
 An idle row gets some token, here token 0, and the gate 0: nothing comes of it.
+
+Spread copies tokens into rows, Collect adds each token's rows. Step 10 builds both, and says why
+tokens[token] and index_add won't do.
 
     python step_03_dispatch-tokens-in-groups.py
 

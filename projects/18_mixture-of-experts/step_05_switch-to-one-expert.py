@@ -48,13 +48,13 @@ class SparseConfig(modern.ModernConfig):
     """Chapter 07's shape with experts for the MLP; d_hidden is the width of one expert."""
 
     mlp_type: str = "moe"
-    d_hidden: int | None = 85
+    d_hidden: int | None = 85  # two of them cost what one dense MLP of width 170 does
     n_experts: int = 8
     top_k: int = 2
-    router_type: str = "top_k"  # who chooses, one of ROUTERS
+    router_type: str = "top_k"  # who chooses; step 08 lists the four
     capacity_factor: float = 1.25  # "switch": capacity = this times the fair share
-    balance_weight: float = 0.01  # the weight of the balance loss in what is minimised
-    bias_speed: float = 0.003  # "bias": how far an expert's bias moves after each step
+    balance_weight: float = 0.01  # the weight of step 04's loss in what is minimised
+    bias_speed: float = 0.003  # "bias", step 07: how far a bias moves after each batch
 
 
 def expert_capacity(n_tokens: int, n_experts: int, top_k: int, capacity_factor: float) -> int:

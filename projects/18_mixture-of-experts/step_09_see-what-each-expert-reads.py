@@ -49,18 +49,19 @@ COMMON = 200  # only tokens that are at least one in this many: rare ones go any
 def information(counts: torch.Tensor) -> float:
     """How much the row tells about the column: counts (V, E) -> 0, nothing, to 1, everything.
 
-    The columns' entropy H is the uncertainty about the column. Knowing the row lowers it by I, the
-    mutual information. This is I / H.
+    The columns' entropy is the uncertainty about the column; the answer is the part of it that goes
+    away once the row is known.
     """
     p = counts / counts.sum()
     entropy_part = torch.special.entr  # -p log p, and 0 where p is 0
     of_pairs = entropy_part(p).sum()
     of_rows = entropy_part(p.sum(1)).sum()
-    of_columns = entropy_part(p.sum(0)).sum()  # H
+    of_columns = entropy_part(p.sum(0)).sum()
     if of_columns == 0:
         return 0.0  # one column takes all: there is nothing to tell
-    known = of_rows + of_columns - of_pairs  # I
-    return (known / of_columns).item()
+    # The uncertainty about a pair is that about its row, and what is then left about its column.
+    left = of_pairs - of_rows
+    return ((of_columns - left) / of_columns).item()
 
 
 def favourites(counts: torch.Tensor, totals: torch.Tensor) -> list[list[tuple[int, float]]]:
@@ -124,7 +125,7 @@ def main() -> int:
     console.say("and some was learned. It says who reads what, not what an expert computes.")
     common = totals.topk(24).indices
     parts = counts[-1, common].T / totals[common]
-    # repr() writes a line break as '\\n'; [1:-1] takes the quotes away.
+    # repr() makes a line break visible, and [1:-1] takes the quotes away.
     names = [repr(corpus.tokenizer.decode([i]))[1:-1] for i in common.tolist()]
     console.say(f"The picture, with all experts, is {draw_picture(parts, names)}.")
 

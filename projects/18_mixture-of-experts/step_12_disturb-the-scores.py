@@ -3,16 +3,17 @@
 A router's scores decide which experts compute a token. The second and the third best are often
 close, so a small disturbance sends the token elsewhere. There are two kinds.
 
-Rounding: bfloat16 keeps 8 bits of a number, so scores that differ by less than 1 part in 256
-become equal or change places. Mixed-precision training (autocast) turns every product to bfloat16.
-The router must be exempt: it computes in float32, which costs little, as its matrix is small.
+Rounding: bfloat16 keeps 8 bits of a number. Mixed-precision training (autocast) rounds to it the
+factors and the result of every matrix product. In the router these are tokens, weights and scores,
+each off by up to 1 part in 256, so that close scores become equal or change places. The router must
+be exempt: it computes in float32, which costs little, as its matrix is small.
 
 Noise: some noise in training lets experts be tried that wouldn't be chosen. The Switch Transformer
 multiplies the router's input by 1 ± jitter. It belongs in training only, and on a copy of the
 input: the experts compute with the tokens as they are.
 
-Rounding grows with the scores: 8 bits of 100 are coarser than 8 bits of 1. The z-loss, added like
-the balance loss, keeps scores small.
+Rounding also disturbs the gates, and the more, the larger the scores: a score of 100.2 becomes 100,
+and its e^score falls by 18 %. The z-loss, added like the balance loss, keeps scores small.
 
     python step_12_disturb-the-scores.py
 
@@ -45,6 +46,7 @@ class JitteredMoE(modern.MoE):
     """Chapter 07's layer with Switch's noise (Fedus et al. 2022, section 2.4), in training only."""
 
     jitter = 0.3
+    draw: torch.Generator | None = None  # where the noise comes from; None: PyTorch's own
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens x (N, C) -> gates (N, k) and the experts' numbers (N, k)."""
