@@ -184,7 +184,7 @@ def test_an_edit_that_fails_only_in_the_sample_says_so_too(capsys):
 
 def test_a_diff_shows_each_place_and_the_line_behind_an_insertion():
     edits = (
-        Edit(5, "start = std\nif", "start = 1.0\nif"),
+        Edit(5, "kind = type(module).__name__\nraise", "kind = '?'\nraise"),
         Edit(5, "self.norm_f = self.make", "self.extra = 1\nself.norm_f = self.make"),
         Edit(7, "self.eps = eps", "self.eps = 0.0"),
     )
@@ -195,7 +195,7 @@ def test_a_diff_shows_each_place_and_the_line_behind_an_insertion():
         "in chapter 07's build.py, RMSNorm.__init__",
     ]
     assert lines[1:3] == ["+ self.extra = 1", "  self.norm_f = self.make_norm(cfg)"]
-    assert lines[4:6] == ["- start = std", "+ start = 1.0"]
+    assert lines[4:6] == ["- kind = type(module).__name__", "+ kind = '?'"]
     assert lines[7:] == ["- self.eps = eps", "+ self.eps = 0.0"]
 
 

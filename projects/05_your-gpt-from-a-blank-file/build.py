@@ -203,10 +203,11 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
         elif p.dim() == 1:
             nn.init.ones_(p)
         elif isinstance(module, nn.Linear | nn.Embedding):
-            start = std
-            if std == "fan_in" and isinstance(module, nn.Embedding):
+            if std != "fan_in":
+                start = std
+            elif isinstance(module, nn.Embedding):
                 start = 0.02
-            elif std == "fan_in":
+            else:
                 start = module.in_features**-0.5
             if isinstance(module, ResidualWriter):
                 start /= math.sqrt(2 * model.cfg.n_layers)

@@ -5,12 +5,12 @@ works on it, at each position by itself: a matrix takes the vector to four times
 is applied to each of these numbers, and a second matrix leads back to the old width.
 
 GELU is a smooth ReLU: large positive numbers pass, large negative ones become almost 0, and between
-there is a soft bend. It must be there. Without it the two matrices would be one matrix, their
-product, and the MLP could only ever answer in straight lines. With it, each of the 4C numbers
-inside is a switch: the input turns it on or off. Each switch has a column of its own in the second
-matrix; while it is on, that column, times the number, is added to the result.
+there is a soft bend. GELU(x) is x times the share of a normal distribution that lies below x.
 
-Its formula: x times the share of a normal distribution that lies below x.
+The bend must be there. Without it the two matrices would be one matrix, their product, and the MLP
+could only ever answer in straight lines. With it, each of the 4C numbers inside is a switch: the
+input turns it on or off. Each switch has a column of its own in the second matrix; while it is on,
+that column, times the number, is added to the result.
 
 The MLP holds two thirds of a block's numbers: 8C², where attention has 4C². Chapter 07 replaces it.
 

@@ -12,9 +12,9 @@ does the gradient on its way back. New parts have small weights and output littl
 deep stack starts close to doing nothing and can be trained. Without the sums each block replaces
 what came in: after the first, the stream no longer points the way of the input.
 
-The norm is a LayerNorm: it brings each position's vector to mean 0 and size 1, so that a part reads
-numbers of the same size wherever in the stack it stands. Only what a part reads is normalized
-("pre-norm"), not the stream itself.
+The norm is a LayerNorm: it brings the numbers of each position's vector to mean 0 and standard
+deviation 1, so that a part reads numbers of the same size wherever in the stack it stands. Only
+what a part reads is normalized ("pre-norm"), not the stream itself.
 
     python step_05_wire-the-residual-block.py
 

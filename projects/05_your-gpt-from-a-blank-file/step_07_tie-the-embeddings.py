@@ -8,7 +8,8 @@ be nearly all of the model, and tying saves almost half of it.
 Tied means one tensor with two names, not two tensors with equal numbers. It is stored once, and its
 gradient is the sum of what it gets as embedding and as head. Several usual operations make two
 tensors of it, and PyTorch raises no error. The logits are the same at first, so nothing shows; then
-the two matrices drift apart in training. check_tie() raises an error if the tie is lost.
+the two matrices drift apart in training. check_tie() raises an error if the tie is lost, or if a
+checkpoint that is about to be loaded holds two different matrices.
 
     python step_07_tie-the-embeddings.py
 
@@ -93,9 +94,9 @@ def lose_the_tie() -> dict[str, GPT]:
     }
 
 
-def is_lost(model: GPT) -> bool:
+def is_lost(model: GPT, state: dict[str, torch.Tensor] | None = None) -> bool:
     try:
-        check_tie(model)
+        check_tie(model, state)
     except ValueError:
         return True
     return False
@@ -129,6 +130,8 @@ def main() -> int:
     checks.equal("models with the same logits", sum(same), 5)
     checks.equal("check_tie: no error, tied", lost[0], False)
     checks.equal("  an error, of four others", sum(lost[1:]), 4)
+    drifted = checkpoint(models["deepcopy of the head alone"])  # after training: two matrices
+    checks.equal("  an error, two in a checkpoint", is_lost(small_model(), drifted), True)
     return checks.report()
 
 

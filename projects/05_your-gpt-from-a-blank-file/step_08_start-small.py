@@ -23,7 +23,8 @@ PyTorch starts embeddings at σ = 1 and other matrices small, and its first loss
 3. Other tokens have a logit of 0 on average. So the model is sure that the token just read comes
    again, and nearly always it is wrong.
 
-With σ = 1 in every matrix, what the blocks add drowns the token's vector, and the loss is 19.6.
+With σ = 1 in every matrix, what the blocks add drowns the token's vector, and the loss is 19.6. The
+formula would give 36.6; it holds only while logits are small.
 
     python step_08_start-small.py
 
@@ -115,7 +116,7 @@ def main() -> int:
     draw_picture(losses, torchs)
     console.say(f"ln V = {math.log(V):.2f}. First loss with σ = 0.02: {losses[1]:.2f}; with σ = 1")
     console.say(f"in every matrix: {losses[-1]:.1f}; as torch starts the model: {torchs:.1f}.")
-    console.say("Drawn to outputs/step_08.png. The formula holds while logits are small.")
+    console.say("Drawn to outputs/step_08.png.")
 
     checks = Checks()
     for std, loss in zip(STDS[:4], losses):

@@ -10,7 +10,7 @@ the sum is equally large at any depth. Measured at width 128, from start to end:
 1.8-fold with 2 layers and with 100; unscaled it grows 3-fold and 22-fold.
 
 init_parameters finds the writers by their class, ResidualWriter, as names differ: both are "proj"
-here, but chapter 07 has a "down_proj". What it says about "fan_in" is for chapter 07 too.
+here, but chapter 07 has a "down_proj". Its std="fan_in" is for chapter 07 alone.
 
     python step_09_scale-the-residual-writers.py
 
@@ -62,10 +62,11 @@ def init_parameters(model: nn.Module, seed: int, std: float | str = 0.02) -> Non
         elif p.dim() == 1:
             nn.init.ones_(p)
         elif isinstance(module, nn.Linear | nn.Embedding):
-            start = std
-            if std == "fan_in" and isinstance(module, nn.Embedding):
+            if std != "fan_in":
+                start = std
+            elif isinstance(module, nn.Embedding):
                 start = 0.02
-            elif std == "fan_in":
+            else:
                 start = module.in_features**-0.5
             if isinstance(module, ResidualWriter):
                 start /= math.sqrt(2 * model.cfg.n_layers)

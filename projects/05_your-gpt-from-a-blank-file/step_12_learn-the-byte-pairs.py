@@ -8,8 +8,8 @@ from? It is learned from text, by counting (Sennrich et al. 2016):
 3. Join the most frequent pair wherever it stands; from now on it is one part. Write it down.
 4. Go on with 2, until enough pairs are written down.
 
-So frequent letters join first, then frequent syllables, then frequent words. The order in which
-pairs were learned is the rank by which step 01 joins them.
+So pairs of frequent letters come first; longer parts, up to whole words, come later. The order in
+which pairs were learned is the rank by which step 01 joins them.
 
     python step_12_learn-the-byte-pairs.py
 
@@ -136,8 +136,8 @@ def main() -> int:
     axes.plot(sizes, packed, "o-", color=figures.COLOURS[0])
     figures.label(axes, "How much text one token holds", "pairs learned", "characters a token")
     figures.save(figure, __file__)
-    console.say(f"With 500 pairs one token holds {packed[-1]:.2f} characters. Each further")
-    console.say("pair adds less than the one before. Drawn to outputs/step_12.png.")
+    console.say(f"With 500 pairs one token holds {packed[-1]:.2f} characters. Later")
+    console.say("pairs add less than early ones. Drawn to outputs/step_12.png.")
 
     checks = Checks()
     checks.equal("20 pairs, learned plainly", learn_plainly(docs, 20) == merges[:20], True)

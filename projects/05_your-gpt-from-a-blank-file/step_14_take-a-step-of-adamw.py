@@ -8,7 +8,7 @@ AdamW keeps two running means for each parameter: m of its gradient, v of the gr
 each step m keeps 0.9 of its old value and v 0.999; the rest is new. The parameter moves by the
 learning rate times m/√v. While the gradient keeps its sign and size, m/√v is about 1, for large
 gradients and for small ones; if the gradient swings to and fro, m cancels out and the move is
-small. So a parameter moves by about the learning rate at most, and one rate suits all.
+small. So a parameter seldom moves by more than the learning rate, and one rate suits all.
 
 Both means start at 0, so at first they are too small. In step t they are therefore divided by
 1 - 0.9^t and 1 - 0.999^t. The W stands for weight decay: each step also pulls every parameter a
@@ -96,7 +96,7 @@ def draw_picture(paths: dict[str, torch.Tensor]) -> Path:
 
 
 def main() -> int:
-    plain = path_of_plain_steps(30, lr=0.019)  # from 0.02 on it would jump ever further
+    plain = path_of_plain_steps(30, lr=0.019)  # above 0.02 it would jump ever further
     adamw = path_of_adamw(30, lr=0.05)
     draw_picture({"plain gradient steps": plain, "AdamW": adamw})
     console.say("How far from the lowest point along the valley, of 1.00 at the start:")
