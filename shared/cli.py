@@ -319,6 +319,9 @@ def typed(config: Any, name: str, text: str) -> Any:
     """The text as a value of the field's type. ValueError if it isn't one."""
     hint = typing.get_type_hints(type(config))[name]
     kinds = typing.get_args(hint) or (hint,)
+    words = [word for kind in kinds for word in typing.get_args(kind)]  # of Literal["word"]
+    if text in words:
+        return text
     if type(None) in kinds and text == "none":
         return None
     if bool in kinds:
@@ -334,7 +337,8 @@ def typed(config: Any, name: str, text: str) -> Any:
     if str in kinds:
         return text
     names = {int: "a whole number", float: "a number", type(None): "none"}
-    raise ValueError(f"give {' or '.join(names[kind] for kind in kinds)}")
+    known = [names[kind] for kind in kinds if kind in names] + words
+    raise ValueError(f"give {' or '.join(known)}")
 
 
 # ---------------------------------------------------------------- running a script

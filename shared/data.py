@@ -206,7 +206,7 @@ def make_tokenizer(name: str, texts: list[str]) -> CharTokenizer | BytePairToken
 # ---------------------------------------------------------------- corpus
 
 
-MANY_CHARACTERS = 20_000_000  # from here on it takes seconds, and a person is told
+MANY_CHARACTERS = 20_000_000  # from here on it takes seconds, and a person is told; ids are small
 PART = 1_000_000  # characters that are encoded at a time
 LAST_TENTH = "the last tenth"
 FILES_BY_HASH = "a tenth of the files, by a hash of their names"
@@ -280,7 +280,7 @@ def load_corpus(source: str | Path, tokenizer: str, block_size: int) -> Corpus:
     tokenizer = make_tokenizer(tokenizer, texts)
     if n_characters > MANY_CHARACTERS:
         console.say(f"Turning {n_characters:,} characters into tokens ...")
-    parts = as_tensors(tokenizer, texts)
+    parts = as_tensors(tokenizer, texts, id_type(n_characters, tokenizer.vocab_size))
     if names:
         held_out = [is_held_out(file) for file in names]
         split = FILES_BY_HASH
@@ -299,21 +299,33 @@ def load_corpus(source: str | Path, tokenizer: str, block_size: int) -> Corpus:
     return Corpus(name, sha.hexdigest(), n_characters, tokenizer, train, validation, split)
 
 
+def id_type(n_characters: int, vocab_size: int) -> torch.dtype:
+    """int64, which every layer takes, or for a large corpus the smallest type that holds its ids.
+
+    Every worker has a copy of the corpus. sample_batch() and all_windows() give int64 again.
+    """
+    if n_characters <= MANY_CHARACTERS:
+        return torch.int64
+    if vocab_size <= 2**8:
+        return torch.uint8
+    return torch.int16 if vocab_size <= 2**15 else torch.int32
+
+
 def as_tensors(
-    tokenizer: CharTokenizer | BytePairTokenizer, texts: list[str]
+    tokenizer: CharTokenizer | BytePairTokenizer, texts: list[str], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The token ids of each text, (N,) int64.
+    """The token ids of each text, (N,).
 
     Characters are encoded a part at a time: a Python list of all their ids would take 36 bytes
     for each. Byte pairs can't be, since a cut changes the tokens around it.
     """
     if isinstance(tokenizer, BytePairTokenizer):
-        return [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer.encode_all(texts)]
-    return [characters_as_tensor(tokenizer, text) for text in texts]
+        return [torch.tensor(ids, dtype=dtype) for ids in tokenizer.encode_all(texts)]
+    return [characters_as_tensor(tokenizer, text, dtype) for text in texts]
 
 
-def characters_as_tensor(tokenizer: CharTokenizer, text: str) -> torch.Tensor:
-    ids = torch.empty(len(text), dtype=torch.int64)
+def characters_as_tensor(tokenizer: CharTokenizer, text: str, dtype: torch.dtype) -> torch.Tensor:
+    ids = torch.empty(len(text), dtype=dtype)
     for start in range(0, len(text), PART):
         part = tokenizer.encode(text[start : start + PART])
         ids[start : start + PART] = torch.tensor(part)
@@ -337,7 +349,7 @@ def sample_batch(
     """
     starts = torch.randint(len(tokens) - block_size, (batch_size, 1), generator=generator)
     offsets = torch.arange(block_size + 1, device=tokens.device)
-    windows = tokens[starts.to(tokens.device) + offsets]  # one gather, not a loop over rows
+    windows = tokens[starts.to(tokens.device) + offsets].long()  # one gather, no loop over rows
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -349,6 +361,7 @@ def all_windows(
     end = n_full * block_size
     inputs = tokens[:end].view(n_full, block_size)
     targets = tokens[1 : end + 1].view(n_full, block_size)
-    yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
+    for some, following in zip(inputs.split(batch_size), targets.split(batch_size)):
+        yield some.long(), following.long()
     if end < len(tokens) - 1:
-        yield tokens[None, end:-1], tokens[None, end + 1 :]
+        yield tokens[None, end:-1].long(), tokens[None, end + 1 :].long()

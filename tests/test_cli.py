@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ class Config:
     block_size: int = 8
     wide: bool = False
     hidden: int | None = None
-    start: float | str = 0.02
+    start: float | Literal["fan_in"] = 0.02
     kind: str = "a"
 
     def __post_init__(self):

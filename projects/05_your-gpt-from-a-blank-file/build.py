@@ -10,8 +10,9 @@ Shapes: B batch, T positions, C = d_model, H heads, D = head_dim = C / H, V = vo
 """
 
 import math
+import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
@@ -41,10 +42,11 @@ class GPTConfig:
     bias: bool = True  # biases in attention and MLP, as in GPT-2
 
     def __post_init__(self):
-        if min(self.block_size, self.n_layers, self.n_heads, self.d_model) < 1:
-            raise ValueError(
-                f"block_size, n_layers, n_heads and d_model must be at least 1, got {self}"
-            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = {int: 1, float: 0}.get(type(value))
+            if least is not None and not value >= least:  # "not": NaN is refused, too
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
 
@@ -351,7 +353,9 @@ def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
     )
     found = finished[0].found
     head = f"A sample (seed {finished[0].run.seed}, temperature {TEMPERATURE}), after the bar:"
-    text = found["prompt"] + "|" + found["sample"][len(found["prompt"]) :]
+    # Of a letter that is half in the prompt, both halves come after the bar.
+    before = os.path.commonprefix([found["prompt"], found["sample"]])
+    text = before + "|" + found["sample"][len(before) :]
     return [finding, table, head, text]
 
 

@@ -20,7 +20,7 @@ counts the four GPT-2 models and draws outputs/step_13.png: how much of each is 
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -47,10 +47,11 @@ class GPTConfig:
     bias: bool = True  # biases in attention and MLP, as in GPT-2
 
     def __post_init__(self):
-        if min(self.block_size, self.n_layers, self.n_heads, self.d_model) < 1:
-            raise ValueError(
-                f"block_size, n_layers, n_heads and d_model must be at least 1, got {self}"
-            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = {int: 1, float: 0}.get(type(value))
+            if least is not None and not value >= least:  # "not": NaN is refused, too
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
 

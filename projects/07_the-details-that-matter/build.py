@@ -16,6 +16,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
@@ -59,7 +60,7 @@ class ModernConfig(gpt.GPTConfig):
     rope_base: float = 10_000.0
     n_experts: int = 4  # SwiGLU experts in the layer, for mlp_type "moe"
     top_k: int = 2  # experts that each token uses
-    init_std: float | str = 0.02  # std of the matrices at the start; "fan_in": 1/√(inputs)
+    init_std: float | Literal["fan_in"] = 0.02  # of matrices at the start; "fan_in": 1/√(inputs)
 
     def __post_init__(self):
         super().__post_init__()

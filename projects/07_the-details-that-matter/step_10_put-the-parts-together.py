@@ -17,6 +17,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -54,7 +55,7 @@ class ModernConfig(gpt.GPTConfig):
     rope_base: float = 10_000.0
     n_experts: int = 4  # SwiGLU experts in the layer, for mlp_type "moe"
     top_k: int = 2  # experts that each token uses
-    init_std: float | str = 0.02  # std of the matrices at the start; "fan_in": 1/√(inputs)
+    init_std: float | Literal["fan_in"] = 0.02  # of matrices at the start; "fan_in": 1/√(inputs)
 
     def __post_init__(self):
         super().__post_init__()
@@ -108,8 +109,7 @@ def first_loss(model: ModernGPT) -> float:
     """The loss of the untrained model. Random tokens will do, as it guesses evenly."""
     idx = torch.randint(model.vocab_size, (8, 32), generator=generator(1, "step_10", "idx"))
     targets = torch.randint(model.vocab_size, (8, 32), generator=generator(1, "step_10", "targets"))
-    _, loss = model(idx, targets)
-    return loss.item()
+    return model(idx, targets)[1].item()
 
 
 def influence(model: ModernGPT, position: int) -> torch.Tensor:
