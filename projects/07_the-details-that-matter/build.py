@@ -240,7 +240,8 @@ class RotaryAttention(gpt.CausalSelfAttention):
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
-        # Plain attributes, not buffers: model.bfloat16() would round a buffer.
+        # Plain tensors: model.bfloat16() passes them by, and a rounded table would turn by wrong
+        # angles. But model.to(device) passes them by too, so tables() moves them.
         self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,7 +317,7 @@ def tensor_stats(x: torch.Tensor) -> dict[str, float]:
 def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float]]:
     """tensor_stats of the residual stream at its 2L + 1 points, for one batch of token ids (B, T).
 
-    A point is named after the layer that wrote to the stream last. At each point a norm reads the
+    A point is named after the part that wrote to the stream last. At each point a norm reads the
     stream, so a hook on that norm sees it. (A hook is a function that PyTorch calls when a module
     runs.)
     """

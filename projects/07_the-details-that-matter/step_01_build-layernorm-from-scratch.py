@@ -58,6 +58,8 @@ def layernorm_backward(
     """dy = dL/dy (..., C) -> dL/dx (..., C), dL/dweight (C), dL/dbias (C)."""
     d_normalized = dy * weight
     shift_part = d_normalized.mean(-1, keepdim=True)
+    # The part of a vector g along a vector n is n · (g·n) / (n·n). For n = normalized, n·n is C,
+    # and (g·n) / C is the mean of g times n.
     scale_part = normalized * (d_normalized * normalized).mean(-1, keepdim=True)
     dx = (d_normalized - shift_part - scale_part) * inverse_std
     C = dy.shape[-1]

@@ -1,13 +1,14 @@
 """Step 03: where does the norm stand in the model, and how do we choose which norm it is?
 
-The residual stream is the vector that runs through the model, one for each token. A layer reads it
-and adds its own output to it. Chapter 05's block has two such layers; both read through a norm:
+The residual stream is the vector that runs through the model, one for each token. Chapter 05's
+block, one layer of the model, has two parts, attention and the MLP. Each part reads the stream
+through a norm and adds its own output to it:
 
     x = x + self.attn(self.norm1(x))
     x = x + self.mlp(self.norm2(x))
 
-The stream itself, the x before the +, is never normalized. It may grow, as every layer adds
-something. The norm hides this growth from the layer that reads. One more norm stands before the
+The stream itself, the x before the +, is never normalized. It may grow, as every part adds
+something. The norm hides this growth from the part that reads. One more norm stands before the
 head. This order is called pre-norm; step 13 moves the norm behind the + and compares.
 
 Chapter 05's block and model each have a small method make_norm() that says which norm to build. To
@@ -96,12 +97,13 @@ def sizes_by_layer(model: NormGPT, idx: torch.Tensor) -> tuple[list[float], list
 
 
 def draw_picture(corpus: data.Corpus) -> Path:
-    """The stream grows with depth; what a layer reads keeps its size, if there is a norm."""
+    """The stream grows with depth; what an MLP reads keeps its size, if there is a norm."""
     idx = corpus.train[None, :32]  # a batch of one window
     figure = figures.new_figure(8, 3)
     panels = figure.subplots(1, 3, sharey=True)
     for axes, norm_type in zip(panels, NORM_TYPES):
         model = NormGPT(NormConfig(n_layers=24, norm_type=norm_type), corpus.vocab_size)
+        # The start 1/√(inputs): from chapter 05's 0.02 the stream would hardly grow.
         gpt.init_parameters(model, seed=1, std="fan_in")
         stream, read = sizes_by_layer(model, idx)
         axes.plot(range(1, 25), stream, color=figures.COLOURS[0], label="the stream")

@@ -61,7 +61,7 @@ def tensor_stats(x: torch.Tensor) -> dict[str, float]:
 def stream_stats(model: gpt.GPT, idx: torch.Tensor) -> dict[str, dict[str, float]]:
     """tensor_stats of the residual stream at its 2L + 1 points, for one batch of token ids (B, T).
 
-    A point is named after the layer that wrote last. A norm reads the stream there: we hook it.
+    A point is named after the part that wrote last. A norm reads the stream there: we hook it.
     """
     points = ["embedding"]
     norms = []
@@ -118,7 +118,7 @@ def draw_picture(history: training.History) -> Path:
     for axes in (left, right):
         axes.tick_params(axis="x", rotation=60)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("which layer wrote last")
+    figure.supxlabel("which part wrote last")
     return figures.save(figure, __file__)
 
 

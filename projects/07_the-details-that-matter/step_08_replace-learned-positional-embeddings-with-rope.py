@@ -73,7 +73,9 @@ class RotaryAttention(gpt.CausalSelfAttention):
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__(cfg)
-        # rope_base: in step 10's config. No buffers here: model.bfloat16() would round a buffer.
+        # Plain tensors: model.bfloat16() passes them by, and a rounded table would turn by wrong
+        # angles. But model.to(device) passes them by too, so tables() moves them.
+        # rope_base is a field of step 10's config.
         self.cos, self.sin = build_rope_cache(cfg.block_size, cfg.head_dim, base=cfg.rope_base)
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,12 +90,6 @@ class RotaryAttention(gpt.CausalSelfAttention):
         cos, sin = self.tables(x.device)
         q, k, v = super().heads(x)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
-
-
-def apply_rope_half_split(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Another layout (Hugging Face's Llama): the same turns, but i is paired with i + D/2."""
-    x0, x1 = x.chunk(2, dim=-1)
-    return torch.cat((x0 * cos - x1 * sin, x1 * cos + x0 * sin), dim=-1)
 
 
 # ---------------------------------------------------------------- look at it

@@ -1,4 +1,4 @@
-"""Step 13: what changes when the norm stands behind the + instead of before the layer?
+"""Step 13: what changes when the norm stands behind the + instead of before each part?
 
     pre-norm    x = x + attn(norm(x))      chapter 05's, GPT-2's and today's order
     post-norm   x = norm(x + attn(x))      the first transformer's (Vaswani et al. 2017)
@@ -14,16 +14,12 @@ on, so post-norm models are trained with a warm-up: small steps first.
 
 All this is so from a plain start: weights of std 1/√(inputs). GPT-2's start makes the weights that
 write into the stream √(2L) times smaller. A layer's gradient comes back through these weights, so
-it becomes smaller with them. In post-norm it now falls as 1/√L too.
-
-In pre-norm there was one factor 1/√L, the norm's, and now there is this one instead: from GPT-2's
-start the stream hardly grows with depth, so the norm divides by about 0.03 in every model. To
-divide by so small a number makes the gradient larger: it is some 30 times that of post-norm.
+it becomes smaller with them: in post-norm it now falls as 1/√L too. In pre-norm it still falls as
+1/√L. The stream hardly grows now, so the norm's 1/√L is gone, but the weights' has come instead.
 
     python step_13_norm-before-or-after.py
 
 draws outputs/step_13.png. Nothing is trained here.
-
 Shapes: B batch, T positions, C = d_model, L layers.
 """
 
@@ -43,12 +39,13 @@ gpt = chapters.load_build(5)
 step_03 = chapters.load_step(7, 3)
 
 DEPTHS = (2, 6, 12, 24)
+STARTS = {"plain": "fan_in", "GPT-2's": 0.02}  # the std of the matrices; fan_in: 1/√(inputs)
 
 # ---------------------------------------------------------------- the idea
 
 
 class PreNormBlock(step_03.NormBlock):
-    """Chapter 05's order, written out here to compare: normalize what a layer reads."""
+    """Chapter 05's order, written out here to compare: normalize what each part reads."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -67,6 +64,11 @@ class PostNormBlock(step_03.NormBlock):
         return x
 
 
+class PreNormGPT(step_03.NormGPT):
+    def make_block(self, cfg: step_03.NormConfig) -> PreNormBlock:
+        return PreNormBlock(cfg)
+
+
 class PostNormGPT(step_03.NormGPT):
     def make_block(self, cfg: step_03.NormConfig) -> PostNormBlock:
         return PostNormBlock(cfg)
@@ -79,13 +81,11 @@ def gradients_by_layer(model_class: type, n_layers: int, start: str) -> list[flo
     """The length of dL/d(mlp.fc.weight) in each layer, untrained, on one batch of text."""
     corpus = data.load_corpus("docs", "char", 32)
     model = model_class(step_03.NormConfig(n_layers=n_layers), corpus.vocab_size)
+    gpt.init_parameters(model, seed=1, std=STARTS[start])
     if start == "plain":
-        gpt.init_parameters(model, seed=1, std="fan_in")
         for block in model.blocks:  # take back chapter 05's division by √(2L)
             block.attn.proj.weight.data *= math.sqrt(2 * n_layers)
             block.mlp.proj.weight.data *= math.sqrt(2 * n_layers)
-    else:
-        gpt.init_parameters(model, seed=1, std=0.02)
     idx, targets = data.sample_batch(corpus.train, 32, 8, generator(1, "batches"))
     _, loss = model(idx, targets)
     loss.backward()
@@ -119,8 +119,8 @@ def main() -> int:
     each = {}
     last = {}
     powers = {}
-    for order, model_class in (("pre-norm", step_03.NormGPT), ("post-norm", PostNormGPT)):
-        for start in ("plain", "GPT-2's"):
+    for order, model_class in (("pre-norm", PreNormGPT), ("post-norm", PostNormGPT)):
+        for start in STARTS:
             runs = [gradients_by_layer(model_class, n_layers, start) for n_layers in DEPTHS]
             last[order, start] = [gradients[-1] for gradients in runs]
             powers[order, start] = power_of_depth(last[order, start])
@@ -137,7 +137,8 @@ def main() -> int:
     console.say("Look at post-norm: p is near 0 from a plain start, and near -0.5 from GPT-2's.")
     console.say("Pre-norm's is near -0.5 from both. Left panel: some say that post-norm starves")
     console.say("the first layers, with gradients near 0. Here the first layers' gradients are")
-    console.say("like those of the others, within a factor of about 2.")
+    console.say("like those of the others, within a factor of about 2. Right panel: pre-norm's")
+    console.say("line is far higher, since the norm before the head divides by a small stream.")
 
     checks = Checks()
     checks.close("plain pre-norm: p = -1/2", powers["pre-norm", "plain"], -0.5, 0.2)
