@@ -57,7 +57,7 @@ def test_jitter_moves_tokens_in_training_alone_and_spares_the_input():
 # ---------------------------------------------------------------- 02: sizes
 
 
-@pytest.mark.parametrize(("C", "H", "E", "k"), [(12, 7, 5, 2), (20, 9, 6, 1), (8, 5, 4, 4)])
+@pytest.mark.parametrize(("C", "H", "E", "k"), [(12, 7, 5, 2), (20, 9, 6, 3), (8, 5, 4, 4)])
 def test_a_layer_is_as_large_as_torch_builds_it(modern, C, H, E, k):
     cfg = modern.ModernConfig(d_model=C, n_heads=1, d_hidden=H, n_experts=E, top_k=k)
     with torch.device("meta"):

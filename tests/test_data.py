@@ -210,6 +210,23 @@ def test_a_corpus_travels_between_processes_unchanged():
     assert (copy.vocab_size, copy.name) == (3, "n") and math.isclose(copy.n_characters, 3)
 
 
+@pytest.mark.parametrize(("alphabet", "dtype"), [(5, torch.uint8), (300, torch.int16)])
+def test_a_large_corpus_has_small_ids_and_gives_the_same_batches(alphabet, dtype, monkeypatch, tmp_path):
+    path = tmp_path / "text"
+    path.write_text("".join(chr(0x4E00 + i * 7 % alphabet) for i in range(4_000)), encoding="utf-8")
+    plain = data.load_corpus(path, "char", 8)
+    monkeypatch.setattr(data, "MANY_CHARACTERS", 3_999)
+    packed = data.load_corpus(path, "char", 8)
+    assert plain.train.dtype == torch.int64 and packed.train.dtype == packed.validation.dtype == dtype
+    assert torch.equal(packed.train.long(), plain.train) and packed.unseen == plain.unseen
+    pairs = [data.sample_batch(c.train, 8, 5, torch.Generator().manual_seed(1)) for c in (plain, packed)]
+    pairs += zip(data.all_windows(plain.validation, 8, 3), data.all_windows(packed.validation, 8, 3), strict=True)
+    for ours, theirs in zip(*pairs[:2], strict=True):
+        assert torch.equal(ours, theirs) and theirs.dtype == torch.int64
+    for ours, theirs in pairs[2:]:
+        assert torch.equal(torch.stack(ours), torch.stack(theirs)) and theirs[0].dtype == torch.int64
+
+
 def test_the_source_is_split_by_file_so_that_both_parts_hold_all_kinds(monkeypatch):
     texts = {f"folder_{i % 7}/file_{i}.py": f"line {i}\n" * 5 for i in range(1000)}
     monkeypatch.setattr(data, "torch_source", lambda: texts)

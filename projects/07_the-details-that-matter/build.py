@@ -163,10 +163,13 @@ def make_mlp(cfg: gpt.GPTConfig) -> nn.Module:
 class MoE(nn.Module):
     """n_experts SwiGLU MLPs; each token uses the top_k that the router prefers (Shazeer 2017)."""
 
+    fewest = 2  # of one expert the gate would always be 1, and the router would learn nothing
+
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__()
-        if not 1 <= cfg.top_k <= cfg.n_experts:
-            raise ValueError(f"top_k {cfg.top_k} must lie between 1 and n_experts {cfg.n_experts}")
+        least = min(self.fewest, cfg.n_experts)
+        if not least <= cfg.top_k <= cfg.n_experts:
+            raise ValueError(f"top_k {cfg.top_k} is not from {least} to n_experts {cfg.n_experts}")
         self.top_k = cfg.top_k
         d_hidden = cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of)
         self.router = nn.Linear(cfg.d_model, cfg.n_experts, bias=False)

@@ -3,12 +3,12 @@
 In a dense model every token meets every weight. Here several MLPs stand side by side, the experts,
 each one a SwiGLU of step 07. A router looks at the token and picks the k experts that suit it best;
 the others do nothing for this token. So a token costs the work of k experts, however many there
-are: eight experts cost a token no more than four. Here k = 2 of 4, each as wide as the dense MLP
-was. The layer holds four times the weights of that MLP, and a token costs twice its work.
+are. Here k = 2 of 4, each as wide as the dense MLP was: the layer holds four times the weights of
+that MLP, and a token costs twice its work.
 
-The router is one matrix. It gives each expert a score, and a softmax makes the scores into shares.
-The k largest shares are kept and divided by their sum. These are the gates; they weigh the outputs.
-Through these factors the gradient reaches the router: an expert that helps gets a larger share.
+The router is one matrix. It scores each expert, and a softmax makes the scores into shares. The k
+largest shares, divided by their sum, are the gates: they weigh the outputs. Through these factors
+the gradient reaches the router: an expert that helps gets a larger share.
 
     python step_09_make-the-mlp-sparse-with-experts.py
 
@@ -47,10 +47,13 @@ class ExpertsConfig(step_07.MLPConfig):
 class MoE(nn.Module):
     """n_experts SwiGLU MLPs; each token uses the top_k that the router prefers (Shazeer 2017)."""
 
+    fewest = 2  # of one expert the gate would always be 1, and the router would learn nothing
+
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__()
-        if not 1 <= cfg.top_k <= cfg.n_experts:
-            raise ValueError(f"top_k {cfg.top_k} must lie between 1 and n_experts {cfg.n_experts}")
+        least = min(self.fewest, cfg.n_experts)
+        if not least <= cfg.top_k <= cfg.n_experts:
+            raise ValueError(f"top_k {cfg.top_k} is not from {least} to n_experts {cfg.n_experts}")
         self.top_k = cfg.top_k
         d_hidden = cfg.d_hidden or swiglu_hidden(cfg.d_model, cfg.multiple_of)
         self.router = nn.Linear(cfg.d_model, cfg.n_experts, bias=False)
@@ -95,9 +98,8 @@ class ExpertsGPT(gpt.GPT):
 @torch.no_grad()
 def draw_picture(model: ExpertsGPT, corpus: data.Corpus, text: str) -> Path:
     """Which expert of the first block takes which character of a text, and with what gate."""
-    idx = torch.tensor([corpus.tokenizer.encode(text)])
+    x = model.embed(torch.tensor([corpus.tokenizer.encode(text)]))
     block = model.blocks[0]
-    x = model.embed(idx)
     x = x + block.attn(block.norm1(x))
     gates, chosen = block.mlp.route(block.norm2(x)[0])
     shares = torch.zeros(len(text), model.cfg.n_experts)
@@ -129,8 +131,8 @@ def main() -> int:
     training.train(model, corpus, training.TrainingSettings(steps=100, batch_size=16), seed=1)
     console.say(f"picture: {draw_picture(model, corpus, 'Returns a tensor (float): x * 2')}")
     console.say("Read a column: the two experts of one character. Experts 0 and 1 share the")
-    console.say("letters; the closing bracket goes mostly to 3, the digit to 2 and 3. Nobody told")
-    console.say("them. But expert 0 has most of the work, which chapter 18 mends.")
+    console.say("letters; the closing bracket goes mostly to 3, the digit to 2 and 3. Expert 0")
+    console.say("has most of the work, which chapter 18 mends.")
 
     checks = Checks()
     moe = model.blocks[0].mlp
@@ -138,8 +140,6 @@ def main() -> int:
     checks.close("MoE: as its definition", moe(tokens), one_by_one(moe, tokens), 1e-5)
     expert = 3 * 64 * swiglu_hidden(64)
     checks.equal("parameters, with router", gpt.count_parameters(moe), 4 * expert + 4 * 64)
-    gates, _ = moe.route(tokens)
-    checks.close("a token's gates sum to 1", gates.sum(-1), torch.ones(24), 1e-6)
     for twin in moe.experts:
         twin.load_state_dict(moe.experts[0].state_dict())
     checks.close("equal experts: one MLP", moe(tokens), moe.experts[0](tokens), 1e-5)

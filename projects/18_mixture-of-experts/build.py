@@ -235,20 +235,10 @@ def expert_capacity(n_tokens: int, n_experts: int, top_k: int, capacity_factor: 
 class GroupedMoE(modern.MoE):
     """Chapter 07's MoE with a dispatch for its loop, and a second output: what the router did.
 
-    Another router overrides decide(). ValueError for k = 1 with gates that sum to 1: the gate would
-    always be 1, and the router would never learn.
+    Another router overrides decide().
     """
 
     causal = True  # whether exchanging later tokens for others leaves a token's output as it is
-    renormalizes = True  # whether a token's gates sum to 1
-
-    def __init__(self, cfg: modern.ModernConfig):
-        super().__init__(cfg)
-        if self.renormalizes and cfg.top_k == 1 and cfg.n_experts > 1:
-            raise ValueError(
-                "top_k 1 with renormalised gates makes every gate the constant 1, so the router "
-                "gets no gradient; use a top_k of 2 or more, or SwitchMoE"
-            )
 
     def decide(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (N, E) -> weight (N, E), each row's sum 1, and chosen (N, E) bool: the best k."""
@@ -277,7 +267,7 @@ class SwitchMoE(GroupedMoE):
     how many there are. In evaluation nothing is dropped: a token's output depends on it alone.
     """
 
-    renormalizes = False
+    fewest = 1  # its gate is no constant, so one expert a token will do
 
     def __init__(self, cfg: SparseConfig):
         super().__init__(cfg)
@@ -333,7 +323,7 @@ class ExpertChoiceMoE(GroupedMoE):
     """
 
     causal = False
-    renormalizes = False
+    fewest = 1  # its gate is no constant, so one expert a token will do
 
     def decide(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (N, E) -> weight (N, E), the probabilities, and chosen (N, E), equal loads."""

@@ -70,19 +70,10 @@ class Routing(NamedTuple):
 class GroupedMoE(modern.MoE):
     """Chapter 07's MoE, dispatched in groups, that also returns what the router did.
 
-    Another router overrides decide(). ValueError for k = 1 with gates that sum to 1 (step 01).
+    Another router overrides decide().
     """
 
     causal = True  # whether a token's output stays as it is if later tokens change (step 06)
-    renormalizes = True  # whether a token's gates sum to 1
-
-    def __init__(self, cfg: modern.ModernConfig):
-        super().__init__(cfg)
-        if self.renormalizes and cfg.top_k == 1 and cfg.n_experts > 1:
-            raise ValueError(
-                "top_k 1 with renormalised gates makes every gate the constant 1, so the router "
-                "gets no gradient; use a top_k of 2 or more, or SwitchMoE"
-            )
 
     def decide(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (N, E) -> weight (N, E), each row's sum 1, and chosen (N, E) bool: the best k."""

@@ -70,7 +70,7 @@ class SwitchMoE(GroupedMoE):
     Tokens are served in their order, so no later token pushes an earlier one out.
     """
 
-    renormalizes = False
+    fewest = 1  # its gate is no constant, so one expert a token will do
 
     def __init__(self, cfg: SparseConfig):
         super().__init__(cfg)
@@ -100,7 +100,7 @@ def make(capacity_factor: float, n_experts: int = 5) -> SwitchMoE:
     """A Switch of 12 channels with random weights."""
     sizes = {"d_model": 12, "n_heads": 1, "d_hidden": 7, "n_experts": n_experts, "top_k": 1}
     moe = SwitchMoE(SparseConfig(**sizes, capacity_factor=capacity_factor))
-    moe.load_state_dict(random_moe(n_experts, 1, 12, 7).state_dict())
+    moe.load_state_dict(random_moe(n_experts, 2, 12, 7).state_dict())
     return moe
 
 

@@ -49,7 +49,7 @@ class ExpertChoiceMoE(GroupedMoE):
     """
 
     causal = False
-    renormalizes = False
+    fewest = 1  # its gate is no constant, so one expert a token will do
 
     def decide(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (N, E) -> weight (N, E), the probabilities, and chosen (N, E), equal loads."""
@@ -82,7 +82,7 @@ class DropByScore(SwitchMoE):
 def make(cls: type, n_experts: int, top_k: int) -> GroupedMoE:
     sizes = {"d_model": 12, "n_heads": 1, "d_hidden": 7, "n_experts": n_experts, "top_k": top_k}
     moe = cls(SparseConfig(**sizes, capacity_factor=1.0))
-    moe.load_state_dict(random_moe(n_experts, top_k, 12, 7).state_dict(), strict=False)
+    moe.load_state_dict(random_moe(n_experts, 2, 12, 7).state_dict(), strict=False)
     return moe
 
 
