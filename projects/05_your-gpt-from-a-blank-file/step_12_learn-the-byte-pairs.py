@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import regex  # comes with tiktoken, which cuts text into pieces with the same engine
+import regex  # comes with tiktoken; knows \p{L}, any letter, which re does not
 import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/

@@ -49,9 +49,8 @@ class GPTConfig:
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            least = {int: 1, float: 0}.get(type(value))
-            if least is not None and not value >= least:  # "not": NaN is refused, too
-                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+            if type(value) is int and value < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {value}")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
 

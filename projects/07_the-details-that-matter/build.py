@@ -163,11 +163,11 @@ def make_mlp(cfg: gpt.GPTConfig) -> nn.Module:
 class MoE(nn.Module):
     """n_experts SwiGLU MLPs; each token uses the top_k that the router prefers (Shazeer 2017)."""
 
-    fewest = 2  # of one expert the gate would always be 1, and the router would learn nothing
+    fewest = 2  # the gate of one is always 1, and its router learns nothing; chapter 18 has others
 
     def __init__(self, cfg: gpt.GPTConfig):
         super().__init__()
-        least = min(self.fewest, cfg.n_experts)
+        least = min(self.fewest, cfg.n_experts)  # where there is one expert, k is 1
         if not least <= cfg.top_k <= cfg.n_experts:
             raise ValueError(f"top_k {cfg.top_k} is not from {least} to n_experts {cfg.n_experts}")
         self.top_k = cfg.top_k

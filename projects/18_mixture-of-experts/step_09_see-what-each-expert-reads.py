@@ -18,6 +18,9 @@ example, with two characters and two experts:
     no matter which character                 2 2    told 0
                                               2 2
 
+The model below gives each character two experts, and told asks about one of them. So it can't
+reach 1: always the same two of eight equally busy experts give 1 - ln 2 / ln 8 = 0.67.
+
 An untrained router isn't at 0: it is random, but sends equal characters to equal experts. So
 measure before and after.
 
@@ -121,8 +124,8 @@ def main() -> int:
     console.say("empty row gets almost nothing: nothing here balances the load.")
     told = information(counts[-1])
     at_start = information(before[-1])
-    console.say(f"Told: {told:.2f}, and {at_start:.2f} before training. Some of this is chance,")
-    console.say("and some was learned. It says who reads what, not what an expert computes.")
+    console.say(f"Told: {told:.2f}, and {at_start:.2f} before training. Some of this is chance, some")
+    console.say("was learned. It says who reads what, not what an expert computes.")
     common = totals.topk(24).indices
     parts = counts[-1, common].T / totals[common]
     # repr() makes a line break visible, and [1:-1] takes the quotes away.

@@ -488,7 +488,13 @@ def draw(outcomes: list[Outcome]):
         if math.isinf(factor):
             bar[0].set(hatch="//", edgecolor="w")
         axes.annotate(
-            times(factor), (length, row), (4, 0), textcoords="offset points", va="center", size=8
+            times(factor),
+            (length, row),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            size=8,
+            color=colour,
         )
     axes.set_yticks(range(len(ordered)), [o.sabotage.name for o in ordered], fontsize=9)
     axes.set(xscale="log", xlim=(1, 300 * end), xlabel="times the healthy perplexity")

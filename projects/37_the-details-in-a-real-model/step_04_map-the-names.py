@@ -92,7 +92,7 @@ def load_model(file: WeightsFile, longest: int = 8_192) -> RealGPT:
         place.copy_(file.read(name))  # into the memory that is there: what was tied stays tied
     inspection.check_numbers(file, places)
     factor = inspection.rope_factor(file)
-    if factor != 1:
+    if factor != 1:  # of files for long texts: position t turns as t / factor did
         stretch(model, factor)
     return model.eval()
 

@@ -8,7 +8,7 @@ a frequent one, and a frequent word ends up as one token.
 
 Each merge made one token, and tokens got their numbers in the order of the list. So "the earliest
 merge" and "the merge that makes the lowest number" are the same, and tiktoken needs no list: it
-looks at the numbers. (build.py's check_vocabulary() refuses a file in which the numbers don't rise
+looks at the numbers. (check_vocabulary() in inspection.py refuses a file in which they don't rise
 along the list.)
 
 The file writes each byte as a visible letter (Radford et al. 2019). Those that print stand for
