@@ -129,7 +129,7 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,
-        weight_decay=settings.weight_decay,
+        weight_decay=settings.weight_decay,  # of every parameter: biases and gains, too
         fused=True,
     )
     # float16 has a small range: the scaler multiplies the loss, so that no gradient vanishes.

@@ -1,5 +1,6 @@
 """Chapter 37: the weights file, its tokenizer, and every file that is refused before anything runs."""
 
+import io
 import os
 import subprocess
 import sys
@@ -276,7 +277,8 @@ def test_a_closed_standard_input_is_refused_in_one_line_before_any_work(tmp_path
     assert done.stderr == b"build.py: error: --chat reads from standard input, which is closed\n"
 
 
-@pytest.mark.parametrize("spoken", [b"", b"\n", b"  \n"])
-def test_no_message_ends_a_conversation(small, tmp_path, spoken):
-    done = talk(small.write(tmp_path / "small.gguf"), spoken)
-    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.count(b"\n") == 1
+@pytest.mark.parametrize("spoken", ["", "\n", "  \n"])
+def test_no_message_ends_a_conversation(small, tmp_path, spoken, run_here, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(spoken))
+    status, out, err = run_here(BUILD, "--chat", "--tokens", "5", "--weights", str(small.write(tmp_path / "small.gguf")))
+    assert (status, err) == (0, "") and out.count("\n") == 1

@@ -289,6 +289,16 @@ def test_closed_streams_are_no_error(redirections, status, text, tmp_path, small
         assert done.stdout == "A test\n"
 
 
+@pytest.mark.slow
+def test_workers_find_the_build_when_another_program_runs_it(text, tmp_path):
+    """cProfile is __main__ then; pdb, coverage and others do the same."""
+    command = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), str(SCRIPT)]
+    command += ["--data", str(text), "--output-dir", str(tmp_path / "out"), "--seeds", "1", "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(run_files(tmp_path / "out")) == 2 and (tmp_path / "profile").stat().st_size > 1000
+
+
 def test_a_jumping_clock_moves_nothing(build, monkeypatch):
     """The time of day is asked nowhere; what is measured comes from clocks that only go forward."""
     monkeypatch.setattr(time, "time", lambda: float(torch.randint(2**40, ()).item()))

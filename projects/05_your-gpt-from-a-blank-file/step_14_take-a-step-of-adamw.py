@@ -12,7 +12,7 @@ small. So a parameter seldom moves by more than the learning rate, and one rate 
 
 Both means start at 0, so at first they are too small. In step t they are therefore divided by
 1 - 0.9^t and 1 - 0.999^t. The W stands for weight decay: each step also pulls every parameter a
-little towards 0.
+little towards 0. Here that includes biases and the norms' gains, which many codes leave out.
 
     python step_14_take-a-step-of-adamw.py
 

@@ -33,7 +33,7 @@ real = chapters.load_build(37)
 
 QUESTION = "What is the capital of France?"
 RIGHT = "The capital of France is Paris"
-TEXT = {"--all": 1024, "one": 256}  # tokens read: for the table of everything, for a single look
+TEXT = {"--all": 1024, "one": 128}  # tokens read: for the table of everything, for a single look
 UNCHANGED = 1.01  # up to 1.01 times the healthy perplexity counts as no change
 
 
@@ -435,7 +435,7 @@ CASE = Case(
     vitals=vitals,
     sample=lambda patient: shown(patient.answer),
     watched="the answer",
-    premise="read the same 256 tokens and answer the same question",
+    premise=f"read the same {TEXT['one']} tokens and answer the same question",
     chapter=37,
 )
 

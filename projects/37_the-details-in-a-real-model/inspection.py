@@ -187,7 +187,8 @@ def check_places(file) -> None:
 def check_numbers(file, places: dict[str, torch.Tensor]) -> None:
     """UserError if a tensor holds NaN or infinity."""
     for name, place in places.items():
-        if not place.isfinite().all():
+        # One NaN or infinity makes the sum one, and a sum takes a tenth of the time.
+        if not place.sum().isfinite() and not place.isfinite().all():
             raise file.refusal(f"its tensor {name} holds numbers that are not finite")
 
 
