@@ -1,7 +1,9 @@
 """Files are written whole or not at all."""
 
+import itertools
 import json
 import math
+import sys
 
 import pytest
 
@@ -21,6 +23,36 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         files.write_text(path, "new")
     assert path.read_text(encoding="utf-8") == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_an_interrupt_at_any_line_leaves_the_old_file_and_no_other(tmp_path):
+    """As Ctrl-C may come: also within the library's functions, where a file is made and not yet named."""
+    path = tmp_path / "results.json"
+    passed = 0
+
+    def interrupt(frame, event, argument):
+        nonlocal passed
+        if event == "line" and frame.f_code.co_filename != __file__:
+            passed += 1
+            if passed == at:
+                raise KeyboardInterrupt
+        return interrupt
+
+    outer = sys.gettrace()
+    seen = set()
+    for at in itertools.count(1):
+        files.write_text(path, "old")
+        passed = 0
+        try:
+            sys.settrace(interrupt)
+            files.write_text(path, "new")
+            sys.settrace(outer)
+            break
+        except KeyboardInterrupt:
+            sys.settrace(outer)
+        seen.add(path.read_text(encoding="utf-8"))
+        assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+    assert at > 20 and seen == {"old"} and path.read_text(encoding="utf-8") == "new"
 
 
 def test_everybody_may_read_what_was_written(tmp_path):
