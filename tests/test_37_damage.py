@@ -255,7 +255,7 @@ def headers(draw):
 
 
 @settings(
-    max_examples=300,
+    max_examples=200,
     derandomize=True,
     deadline=None,
     database=None,
@@ -273,7 +273,7 @@ BYTES = st.tuples(st.floats(0, 1), st.sampled_from([b"\0", b"\xff", b"\x7f", b"\
 
 
 @settings(
-    max_examples=200,
+    max_examples=120,
     derandomize=True,
     deadline=None,
     database=None,

@@ -270,33 +270,25 @@ def test_a_chapters_folder_that_stands_twice_is_named_and_hinders_no_other(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("redirections", "status"),
-    [("<&- >&-", 0), ("2>&- | head -n 1", 141)],
+    ("runner", "redirections", "status"),
+    [("-m cProfile -o profile", "<&- >&-", 0), ("", "2>&- | head -n 1", 141)],
 )
-def test_closed_streams_are_no_error(redirections, status, text, tmp_path, small, capsys):
+def test_closed_streams_are_no_error(runner, redirections, status, text, tmp_path, small, capsys):
+    """And under another program's __main__, as cProfile is, workers find the build."""
     folder = tmp_path / "éà 名前 out"
     command = (
-        f"set -o pipefail; {sys.executable!r} {str(SCRIPT)!r} --data {str(text)!r} "
+        f"set -o pipefail; cd {str(tmp_path)!r}; {sys.executable!r} {runner} {str(SCRIPT)!r} --data {str(text)!r} "
         f"--output-dir {str(folder)!r} --seeds 1 --workers 1 {redirections}"
     )
     done = subprocess.run(["bash", "-c", command], capture_output=True, encoding="utf-8", timeout=120)
     assert (done.returncode, done.stderr) == (status, "")
     if status == 0:
         assert len(run_files(folder)) == 2 and (folder / "results.json").exists()
+        assert (tmp_path / "profile").stat().st_size > 1_000
         flags = ["--data", str(text), "--output-dir", str(folder), "--seeds", "1", "--report"]
         assert small.main(flags) == 0 and f"Written to {folder}" in capsys.readouterr().out
     else:
         assert done.stdout == "A test\n"
-
-
-@pytest.mark.slow
-def test_workers_find_the_build_when_another_program_runs_it(text, tmp_path):
-    """cProfile is __main__ then; pdb, coverage and others do the same."""
-    command = [sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), str(SCRIPT)]
-    command += ["--data", str(text), "--output-dir", str(tmp_path / "out"), "--seeds", "1", "--workers", "2"]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(run_files(tmp_path / "out")) == 2 and (tmp_path / "profile").stat().st_size > 1000
 
 
 def test_a_jumping_clock_moves_nothing(build, monkeypatch):
