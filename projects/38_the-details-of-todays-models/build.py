@@ -1,0 +1,779 @@
+"""Chapter 38: the details of today's models.
+
+Seventeen open models as lists of details. Each is the block of the last chapters with a few parts
+exchanged, and each part here is a small class or one overridden method. RECIPES says which model
+has which, as data.
+
+Shapes: B batch, T positions, C = d_model, H heads, G = n_kv_heads, D = head_dim, V = vocab_size,
+N tokens, E experts, k = top_k.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
+
+from shared import chapters
+from shared.cli import Variant
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+gpt = chapters.load_build(5)
+modern = chapters.load_build(7)
+real = chapters.load_build(37)
+
+# ---------------------------------------------------------------- config
+
+
+@dataclass(frozen=True)
+class DetailedConfig(real.GroupedConfig):
+    """Chapter 37's config, and which detail stands in each place.
+
+    As it stands it is chapter 37's model. A recipe changes some of its fields.
+    """
+
+    tied: bool = True  # whether the head's matrix is the embedding
+
+    # Norms.
+    norm_place: str = "before"  # of both halves of a block, one of BLOCKS
+    norm_gain: str = "w"  # what an RMSNorm multiplies by, one of RMS_NORMS
+    norm_bias: bool = True  # of LayerNorm
+
+    # Attention.
+    attention: str = "grouped"  # one of ATTENTIONS
+    d_head: int | None = None  # width of a head; None: C / H
+    qkv_bias: bool = False  # biases on queries, keys and values alone; `bias` means everywhere
+    layer_kinds: tuple[str, ...] = ("full",)  # of LAYER_KINDS, from the first layer on, repeated
+    window: int | None = None  # how many positions a layer of kind "window" sees, itself included
+    score_scale: float | None = None  # what q · k is multiplied by; None: 1/√D
+    score_cap: float | None = None  # no score is larger than this
+
+    # Positions.
+    rotated: float = 1.0  # the part of a head's channels that RoPE turns
+    window_rope_base: float | None = None  # of layers of kind "window"; None: as in all others
+    rope_scaling: "RopeScaling | None" = None  # for texts longer than those of the training
+
+    # Latent attention.
+    q_rank: int = 12  # width of what queries are made of
+    kv_rank: int = 8  # width of what keys and values are made of: the cache keeps it
+    d_rope: int = 4  # channels of a head that are turned; the other D - d_rope carry content
+    d_value: int = 8  # channels of a head's values
+
+    # MLPs.
+    activation: str | None = None  # one of ACTIVATIONS; None: the one that belongs to mlp_type
+    gated_mlp: str = "plain"  # the form of a gated MLP, one of GATED_MLPS
+
+    # Experts, for mlp_type "moe".
+    router: str = "softmax"  # one of ROUTERS
+    d_expert: int | None = None  # width inside one expert; None: d_hidden
+    n_dense_layers: int | None = None  # layers at the start that have one MLP of d_hidden instead
+    n_shared_experts: int | None = None  # experts that every token uses besides
+    renormalise: bool = True  # whether the gates of the chosen experts are divided by their sum
+    gate_scale: float = 1.0  # what the gates are multiplied by in the end
+    n_groups: int = 1  # experts are chosen within the best groups of them
+    top_groups: int = 1  # how many groups that is
+
+    # Multipliers and the two ends.
+    embedding_scale: float | Literal["sqrt"] = 1.0  # of the embeddings; "sqrt": √C
+    embedding_norm: bool = False  # a norm on the embeddings
+    residual_scale: float = 1.0  # of what a half of a block adds to the residual stream
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # no logit is larger than this
+
+    def __post_init__(self):
+        super().__post_init__()
+        choices = {
+            "norm_place": BLOCKS,
+            "norm_gain": RMS_NORMS,
+            "attention": ATTENTIONS,
+            "gated_mlp": GATED_MLPS,
+            "router": ROUTERS,
+        }
+        for name, valid in choices.items():
+            value = getattr(self, name)
+            if value not in valid:
+                raise ValueError(f"unknown {name} {value!r}; valid: {', '.join(valid)}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_head or self.d_model // self.n_heads
+
+
+def layer_config(cfg: DetailedConfig, layer: int) -> DetailedConfig:
+    """The config of one layer, counted from 0: what its kind and its place change is filled in."""
+    kind = cfg.layer_kinds[layer % len(cfg.layer_kinds)]
+    changes = LAYER_KINDS[kind](cfg)
+    if cfg.mlp_type == "moe":
+        if cfg.n_dense_layers is not None and layer < cfg.n_dense_layers:
+            changes["mlp_type"] = "swiglu"
+        elif cfg.d_expert is not None:
+            changes["d_hidden"] = cfg.d_expert
+    return replace(cfg, **changes)
+
+
+def full_layer(cfg: DetailedConfig) -> dict:
+    """A layer that sees everything before it."""
+    return {"window": None}
+
+
+def window_layer(cfg: DetailedConfig) -> dict:
+    """A layer that sees a window; if its RoPE has a base of its own, that is not scaled either."""
+    if cfg.window_rope_base is None:
+        return {}
+    return {"rope_base": cfg.window_rope_base, "rope_scaling": None}
+
+
+def blind_layer(cfg: DetailedConfig) -> dict:
+    """A layer that sees everything and turns nothing (NoPE; Kazemnejad et al. 2023)."""
+    return {"window": None, "position_type": "none"}
+
+
+LAYER_KINDS = {"full": full_layer, "window": window_layer, "no positions": blind_layer}
+
+# ---------------------------------------------------------------- norms
+
+
+class GainPlusOne(modern.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight (Gemma): a weight that decays goes to a gain of 1."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5):
+        super().__init__(d_model, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., C) -> (..., C), in the dtype of x."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        return (wide * scale * (1 + self.weight)).to(x.dtype)
+
+
+class NoGain(nn.Module):
+    """RMSNorm that multiplies by nothing (nanochat): the next matrix can do it."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., C) -> (..., C), in the dtype of x."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        return (wide * scale).to(x.dtype)
+
+
+RMS_NORMS = {"w": modern.RMSNorm, "1 + w": GainPlusOne, "none": NoGain}
+
+
+def make_norm(cfg: DetailedConfig, width: int) -> nn.Module:
+    """The config's norm for vectors of `width`."""
+    if cfg.norm_type == "layernorm":
+        return nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.norm_bias)
+    if cfg.norm_type == "rmsnorm":
+        return RMS_NORMS[cfg.norm_gain](width, cfg.norm_eps)
+    return modern.make_norm(cfg.norm_type, width, cfg.norm_eps)
+
+
+# ---------------------------------------------------------------- positions
+
+
+def rope_speeds(base: float, width: int) -> torch.Tensor:
+    """Radians a position of each pair of channels, (width/2,) float64 (Su et al. 2021, eq. 15)."""
+    pair = torch.arange(width // 2, dtype=torch.float64)
+    return base ** (-2 * pair / width)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Slower turning, so that a text `factor` times as long meets no angle that is new.
+
+    This one slows all pairs alike: position t turns as t / factor did (Chen et al. 2023, eq. 4).
+    """
+
+    factor: float
+
+    @property
+    def length(self) -> float:
+        """What turned queries and keys are multiplied by."""
+        return 1.0
+
+    def speeds(self, base: float, width: int) -> torch.Tensor:
+        """As rope_speeds(), but slowed."""
+        return rope_speeds(base, width) / self.factor
+
+
+@dataclass(frozen=True)
+class NTKScaling(RopeScaling):
+    """A larger base (Peng et al. 2023, section 3.1): the slowest pair turns `factor` times slower.
+
+    The fastest one turns as before, so that neighbours are still told apart.
+    """
+
+    def speeds(self, base: float, width: int) -> torch.Tensor:
+        return rope_speeds(base * self.factor ** (width / (width - 2)), width)
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Only pairs that turn seldom are slowed (Llama 3.1's code, apply_scaling).
+
+    What counts is how often a pair turns over in the training's length. More than `high` times: it
+    keeps its speed. Less than `low` times: it is slowed by the factor. Between them: a mixture.
+    """
+
+    trained: int  # positions that the model was trained on
+    low: float = 1.0
+    high: float = 4.0
+
+    def speeds(self, base: float, width: int) -> torch.Tensor:
+        speed = rope_speeds(base, width)
+        turns = self.trained * speed / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return kept * speed + (1 - kept) * speed / self.factor
+
+
+@dataclass(frozen=True)
+class YaRNScaling(RopeScaling):
+    """The same idea, and larger scores (Peng et al. 2023, sections 3.2 and 3.4).
+
+    The paper mixes by the number of turns, as Llama 3 does. Its authors' code, which all models
+    follow, mixes by the number of the pair, between the pairs that turn `fast` and `slow` times.
+    """
+
+    trained: int  # positions that the model was trained on
+    fast: float = 32.0
+    slow: float = 1.0
+    whole: bool = True  # whether the two ends of the mixture are rounded to whole pairs
+    lengthened: bool = True  # whether queries and keys are lengthened
+
+    @property
+    def length(self) -> float:
+        return yarn_length(self.factor) if self.lengthened else 1.0
+
+    def speeds(self, base: float, width: int) -> torch.Tensor:
+        def pair_that_turns(times: float) -> float:
+            return width * math.log(self.trained / (2 * math.pi * times)) / (2 * math.log(base))
+
+        first = pair_that_turns(self.fast)
+        last = pair_that_turns(self.slow)
+        if self.whole:
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, width - 1)
+        if first == last:
+            last += 0.001  # not to divide by 0
+        pair = torch.arange(width // 2, dtype=torch.float64)
+        slowed = ((pair - first) / (last - first)).clamp(0, 1)
+        speed = rope_speeds(base, width)
+        return (1 - slowed) * speed + slowed * speed / self.factor
+
+
+def yarn_length(factor: float) -> float:
+    """0.1 ln factor + 1 (Peng et al. 2023, eq. 22); a score, of two such vectors, has its square.
+
+    The longer the text, the more keys share the softmax; larger scores make up for that.
+    """
+    return 0.1 * math.log(factor) + 1
+
+
+def rope_tables(cfg: DetailedConfig, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine for `width` channels at every position, (block_size, width/2), float64."""
+    position = torch.arange(cfg.block_size, dtype=torch.float64)
+    if cfg.rope_scaling is None:
+        angle = torch.outer(position, rope_speeds(cfg.rope_base, width))
+        return angle.cos(), angle.sin()
+    angle = torch.outer(position, cfg.rope_scaling.speeds(cfg.rope_base, width))
+    length = cfg.rope_scaling.length
+    return length * angle.cos(), length * angle.sin()
+
+
+# ---------------------------------------------------------------- attention
+
+
+def visible(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which query may see which key, (n_queries, n_keys) bool.
+
+    The queries are the last of the n_keys positions. A window of 3 is a token and the two before.
+    """
+    key = torch.arange(n_keys, device=device)
+    query = key[n_keys - n_queries :, None]
+    distance = query - key
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance < window)
+
+
+def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """cap · tanh(x / cap): small numbers stay as they are, none is larger than cap (Gemma 2)."""
+    if cap is None:
+        return x
+    return cap * torch.tanh(x / cap)
+
+
+class GroupedAttention(gpt.CausalSelfAttention):
+    """Chapter 37's grouped attention with its formula written out.
+
+    The details below override one method: project(), heads() or weigh().
+    """
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.cfg = cfg
+        self.n_kv_heads = cfg.n_kv_heads
+        self.head_dim = cfg.head_dim
+        self.score_scale = cfg.score_scale or cfg.head_dim**-0.5
+        n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # query, key and value heads together
+        self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
+        self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
+        self.n_turned = int(cfg.rotated * cfg.head_dim)  # channels of a head
+        self.tables = None
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D), not yet turned."""
+        B, T, _ = x.shape
+        H = self.n_heads
+        G = self.n_kv_heads
+        qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
+        return qkv.split([H, G, G], dim=1)
+
+    def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """RoPE on the first channels of heads (B, heads, T, D) whose first position is `start`."""
+        if self.cfg.position_type != "rope":
+            return x
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if self.tables is None or self.tables[0].device != x.device or self.tables[0].dtype != dtype:
+            self.tables = [table.to(x.device, dtype) for table in rope_tables(self.cfg, self.n_turned)]
+        cos, sin = self.tables
+        turned = modern.apply_rope(x[..., : self.n_turned], cos[start:], sin[start:])
+        return torch.cat((turned, x[..., self.n_turned :]), dim=-1)
+
+    def heads(
+        self, x: torch.Tensor, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C), the first at position `start` -> queries, keys, values, ready to be mixed."""
+        q, k, v = self.project(x)
+        return self.turn(q, start), self.turn(k, start), v
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (B, H, T, keys), minus infinity where hidden -> weights of sum 1."""
+        return scores.softmax(-1)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Heads -> (B, T, C). The queries are those of the last positions of the keys."""
+        shared_by = q.shape[1] // k.shape[1]  # query heads to a key head: H / G
+        k = k.repeat_interleave(shared_by, dim=1)  # (B, H, keys, D)
+        v = v.repeat_interleave(shared_by, dim=1)
+        scores = softcap(q @ k.mT * self.score_scale, self.cfg.score_cap)  # (B, H, T, keys)
+        # The cap comes first: it would make -cap of minus infinity, and hidden keys would count.
+        seen = visible(q.shape[2], k.shape[2], self.cfg.window, q.device)
+        scores = scores.masked_fill(~seen, -math.inf)
+        y = self.weigh(scores) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        q, k, v = self.heads(x)
+        return self.mix(q, k, v)
+
+
+class HeadNormAttention(GroupedAttention):
+    """A norm on each head's query and key before they are turned (Dehghani et al. 2023; Qwen3).
+
+    Scores can't grow with the matrices: no query or key is longer than its gain allows.
+    """
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.q_norm = make_norm(cfg, cfg.head_dim)
+        self.k_norm = make_norm(cfg, cfg.head_dim)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class WidthNormAttention(GroupedAttention):
+    """A norm on all queries of a token together, and one on its keys (OLMo 2)."""
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.q_norm = make_norm(cfg, cfg.n_heads * cfg.head_dim)
+        self.k_norm = make_norm(cfg, cfg.n_kv_heads * cfg.head_dim)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().project(x)
+        return self.across(self.q_norm, q), self.across(self.k_norm, k), v
+
+    def across(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """A norm on what the heads hold of one token, side by side: (B, heads, T, D) stays that."""
+        wide = x.transpose(1, 2).flatten(2)  # (B, T, heads · D)
+        return norm(wide).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+class TurnedNormAttention(HeadNormAttention):
+    """A norm on each head's query and key after they are turned (nanochat).
+
+    A turn changes no length. So without gains the order makes no difference; with gains it does.
+    """
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return GroupedAttention.project(self, x)
+
+    def heads(
+        self, x: torch.Tensor, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().heads(x, start)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class SinkAttention(GroupedAttention):
+    """Each head has one more score, a parameter, whose weight goes to nobody (gpt-oss).
+
+    A head that finds nothing of use may give most of its weight away there. The weights of the keys
+    then sum to less than 1.
+    """
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.sinks = nn.Parameter(torch.zeros(cfg.n_heads))
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        B, H, T, _ = scores.shape
+        sinks = self.sinks.to(scores.dtype).view(1, H, 1, 1).expand(B, H, T, 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)
+        return weights[..., :-1]  # without the sink's
+
+
+class LatentAttention(GroupedAttention):
+    """Keys and values made of one short vector per token (DeepSeek-V2, eqs. 9 to 19).
+
+    The cache keeps that vector, of kv_rank numbers, and one turned key for all heads, of d_rope.
+    The short vector can't be turned: so a head's channels are in part content, made of it and never
+    turned, and in part position, turned.
+    """
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.n_turned = cfg.d_rope
+        self.d_content = cfg.head_dim - cfg.d_rope
+        del self.qkv  # these take its place
+        self.q_down = nn.Linear(cfg.d_model, cfg.q_rank, bias=cfg.bias)
+        self.q_norm = make_norm(cfg, cfg.q_rank)
+        self.q_up = nn.Linear(cfg.q_rank, cfg.n_heads * cfg.head_dim, bias=False)
+        self.kv_down = nn.Linear(cfg.d_model, cfg.kv_rank + cfg.d_rope, bias=cfg.bias)
+        self.kv_norm = make_norm(cfg, cfg.kv_rank)
+        d_up = self.d_content + cfg.d_value
+        self.kv_up = nn.Linear(cfg.kv_rank, cfg.n_heads * d_up, bias=False)
+        self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.d_value, cfg.d_model, bias=cfg.bias)
+
+    def heads(
+        self, x: torch.Tensor, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C) -> queries and keys (B, H, T, D), values (B, H, T, d_value)."""
+        cfg = self.cfg
+        q = self.q_up(self.q_norm(self.q_down(x)))
+        q = q.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
+        q_content, q_place = q.split([self.d_content, cfg.d_rope], dim=-1)
+        latent, k_place = self.kv_down(x).split([cfg.kv_rank, cfg.d_rope], dim=-1)
+        kv = self.kv_up(self.kv_norm(latent)).unflatten(2, (self.n_heads, -1)).transpose(1, 2)
+        k_content, v = kv.split([self.d_content, cfg.d_value], dim=-1)
+        k_place = self.turn(k_place[:, None], start)  # (B, 1, T, d_rope): one for all heads
+        k_place = k_place.expand(-1, self.n_heads, -1, -1)
+        q = torch.cat((q_content, self.turn(q_place, start)), dim=-1)
+        k = torch.cat((k_content, k_place), dim=-1)
+        return q, k, v
+
+
+ATTENTIONS = {
+    "grouped": GroupedAttention,
+    "head norm": HeadNormAttention,
+    "width norm": WidthNormAttention,
+    "turned norm": TurnedNormAttention,
+    "sink": SinkAttention,
+    "latent": LatentAttention,
+}
+
+# ---------------------------------------------------------------- MLPs
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by a formula with tanh (Hendrycks & Gimpel 2016, section 2): GPT-2's and Gemma's."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {**modern.ACTIVATIONS, "gelu_tanh": gelu_tanh, "silu": F.silu}
+
+
+class PlainMLP(modern.ModernMLP):
+    """Chapter 07's plain MLP with any of ACTIVATIONS."""
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.activation = ACTIVATIONS[cfg.activation or cfg.mlp_type]
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) · up(x)) (Shazeer 2020, eq. 6): with silu SwiGLU, with gelu GEGLU."""
+
+    def __init__(self, cfg: DetailedConfig, d_hidden: int):
+        super().__init__()
+        self.activation = ACTIVATIONS[cfg.activation or "silu"]
+        self.gate_proj = nn.Linear(cfg.d_model, d_hidden, bias=cfg.bias)
+        self.up_proj = nn.Linear(cfg.d_model, d_hidden, bias=cfg.bias)
+        self.down_proj = gpt.ResidualWriter(d_hidden, cfg.d_model, bias=cfg.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., C) -> (..., C)."""
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ClampedMLP(GatedMLP):
+    """SwiGLU whose two factors are clamped, and whose second one has 1 added (gpt-oss).
+
+    gate · σ(1.702 gate) is nearly GELU (Hendrycks & Gimpel 2016, section 2).
+    """
+
+    limit = 7.0
+    slope = 1.702
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x).clamp(max=self.limit)  # far below 0 its factor is 0 in any case
+        up = self.up_proj(x).clamp(-self.limit, self.limit)
+        return self.down_proj(gate * torch.sigmoid(self.slope * gate) * (up + 1))
+
+
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}
+
+
+def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
+    """The config's gated MLP, `times` as wide inside as it says."""
+    d_hidden = cfg.d_hidden or modern.swiglu_hidden(cfg.d_model, cfg.multiple_of)
+    return GATED_MLPS[cfg.gated_mlp](cfg, times * d_hidden)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def best(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """scores (N, E) -> (N, k): the experts with the k largest; of equal ones the lowest numbers."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+class SoftmaxMoE(modern.MoE):
+    """Chapter 07's experts; a gate is the router's probability, renormalised or not.
+
+    Renormalised (Mixtral, Qwen3-MoE), the gates of the chosen sum to 1. It is then the same to take
+    the softmax of the k largest logits alone (gpt-oss). As it is (OLMoE), they sum to less.
+    """
+
+    fewest = 1
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.cfg = cfg
+        self.router = nn.Linear(cfg.d_model, cfg.n_experts, bias=cfg.bias)
+        self.experts = nn.ModuleList(make_gated_mlp(cfg) for _ in range(cfg.n_experts))
+        self.shared = None
+        if cfg.n_shared_experts is not None:
+            self.shared = make_gated_mlp(cfg, cfg.n_shared_experts)  # side by side, in one MLP
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits (N, E) -> how well each expert suits each token (N, E)."""
+        return logits.softmax(-1)
+
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (N, E) -> the chosen experts (N, k)."""
+        return best(scores, self.top_k)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens x (N, C) -> gates (N, k) and the chosen experts (N, k)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)  # choose in float32 or better
+        router = self.router
+        bias = None if router.bias is None else router.bias.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(dtype), router.weight.to(dtype), bias)  # (N, E)
+        scores = self.scores(logits)
+        chosen = self.choose(scores)
+        gates = scores.gather(1, chosen)
+        if self.cfg.renormalise:
+            gates = gates / gates.sum(-1, keepdim=True)
+        return self.cfg.gate_scale * gates, chosen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., C) -> (..., C): the chosen experts, and the shared ones, which have no gate."""
+        y = super().forward(x)
+        if self.shared is None:
+            return y
+        return y + self.shared(x)
+
+
+class SigmoidMoE(SoftmaxMoE):
+    """Each expert is scored by itself; a bias keeps them equally busy (DeepSeek-V3, eqs. 12 to 16).
+
+    The bias enters the choice and not the gate. Experts stand in groups, as on one machine each, and
+    a token chooses within the top_groups: those whose two best experts have the largest sum.
+    """
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.register_buffer("balance_bias", torch.zeros(cfg.n_experts))  # chapter 18 moves one
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.sigmoid()
+
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        wanted = scores + self.balance_bias
+        in_groups = wanted.unflatten(1, (self.cfg.n_groups, -1))  # (N, groups, experts of a group)
+        two_best = in_groups.topk(min(2, in_groups.shape[2])).values
+        group = best(two_best.sum(-1), self.cfg.top_groups)  # (N, top_groups)
+        closed = torch.ones_like(two_best[..., 0], dtype=torch.bool).scatter(1, group, False)
+        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)
+        return best(wanted, self.top_k)
+
+
+ROUTERS = {"softmax": SoftmaxMoE, "sigmoid": SigmoidMoE}
+
+# ---------------------------------------------------------------- blocks
+
+
+class Block(modern.ModernBlock):
+    """The norm before each half: what the stream carries is never normalised itself."""
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.residual_scale = cfg.residual_scale
+
+    def make_norm(self, cfg: DetailedConfig) -> nn.Module:
+        return make_norm(cfg, cfg.d_model)
+
+    def make_attention(self, cfg: DetailedConfig) -> nn.Module:
+        return ATTENTIONS[cfg.attention](cfg)
+
+    def make_mlp(self, cfg: DetailedConfig) -> nn.Module:
+        if cfg.mlp_type == "moe":
+            return ROUTERS[cfg.router](cfg)
+        if cfg.mlp_type == "swiglu":
+            return make_gated_mlp(cfg)
+        return PlainMLP(cfg)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) -> (B, T, C). The factor is 1 in all models but Granite."""
+        x = x + self.residual_scale * self.attn(self.norm1(x))
+        x = x + self.residual_scale * self.mlp(self.norm2(x))
+        return x
+
+
+class NormAfterBlock(Block):
+    """The norm after each half, inside the residual (OLMo 2): each half adds a known length.
+
+    The first transformer's norm came after the sum (chapter 07, step 13), and normalised the stream.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.residual_scale * self.norm1(self.attn(x))
+        x = x + self.residual_scale * self.norm2(self.mlp(x))
+        return x
+
+
+class NormBothBlock(Block):
+    """A norm before and a norm after each half (Gemma 2)."""
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.after1 = self.make_norm(cfg)
+        self.after2 = self.make_norm(cfg)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.residual_scale * self.after1(self.attn(self.norm1(x)))
+        x = x + self.residual_scale * self.after2(self.mlp(self.norm2(x)))
+        return x
+
+
+class ParallelBlock(Block):
+    """Attention and MLP side by side behind one norm (GPT-J; Cohere): the MLP sees no attention."""
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.norm2 = nn.Identity()  # one norm for both
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(x)
+        return x + self.residual_scale * (self.attn(normed) + self.mlp(normed))
+
+
+BLOCKS = {
+    "before": Block,
+    "after": NormAfterBlock,
+    "both": NormBothBlock,
+    "parallel": ParallelBlock,
+}
+
+# ---------------------------------------------------------------- model
+
+
+class Head(nn.Linear):
+    """The matrix that makes logits, and what is done to them."""
+
+    def __init__(self, cfg: DetailedConfig, vocab_size: int):
+        super().__init__(cfg.d_model, vocab_size, bias=False)
+        self.logit_scale = cfg.logit_scale
+        self.logit_cap = cfg.logit_cap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., C) -> logits (..., V)."""
+        return softcap(self.logit_scale * super().forward(x), self.logit_cap)
+
+
+class DetailedGPT(real.RealGPT):
+    """Chapter 37's model with blocks that may differ from layer to layer; forward() is 05's."""
+
+    def __init__(self, cfg: DetailedConfig, vocab_size: int):
+        super().__init__(cfg, vocab_size)
+        layers = [layer_config(cfg, i) for i in range(cfg.n_layers)]
+        self.blocks = nn.ModuleList(BLOCKS[layer.norm_place](layer) for layer in layers)
+        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else None
+        self.lm_head = Head(cfg, vocab_size)
+        if cfg.tied:
+            self.lm_head.weight = self.token_embedding.weight
+
+    def make_block(self, cfg: DetailedConfig) -> nn.Module:
+        return nn.Identity()  # keeps the place until __init__ knows the layer's config
+
+    def make_norm(self, cfg: DetailedConfig) -> nn.Module:
+        return make_norm(cfg, cfg.d_model)
+
+    def embed(self, idx: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) -> the start of the residual stream (B, T, C)."""
+        scale = self.cfg.embedding_scale
+        if scale == "sqrt":
+            scale = math.sqrt(self.cfg.d_model)
+        x = scale * super().embed(idx)
+        if self.embedding_norm is None:
+            return x
+        return self.embedding_norm(x)
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def recipe(name: str, told: str, **changes) -> Variant:
+    """A model as data: its name, what sets it apart in words, and the fields that it changes."""
+    return Variant(name, labels={"model": name, "details": told}, changes=changes)
+
+
+RECIPES = {
+    "gpt2": recipe(
+        "GPT-2",
+        "LayerNorm, biases, learned positions, plain MLP",
+        norm_type="layernorm",
+        bias=True,
+        position_type="learned",
+        mlp_type="gelu",
+        activation="gelu_tanh",
+    ),
+}

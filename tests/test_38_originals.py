@@ -1,0 +1,218 @@
+"""Chapter 38: every recipe against its original, a small model of `transformers` with random weights.
+
+The numbers of the original come into ours by name, all of them. Then logits and gradients are the same in float64, at
+lengths beyond the window. Sizes are odd and unequal, where RoPE lets them be, so that nothing can hide behind a
+transposition; gains, biases, sinks and balance biases are random, too.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shared import chapters
+
+transformers = pytest.importorskip("transformers")
+
+LIMIT = 1e-10  # how far a logit or a gradient may be off, in float64
+VOCABULARY = 53
+LENGTHS = (1, 3, 17)  # the window below is 4
+OUR_SIZES = {
+    "block_size": 40,
+    "n_layers": 5,
+    "n_heads": 9,
+    "n_kv_heads": 3,
+    "d_model": 45,
+    "d_head": 10,
+    "d_hidden": 35,
+}
+THEIR_SIZES = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 40,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 45,
+    "head_dim": 10,
+    "intermediate_size": 35,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+class Wide(TorchFunctionMode):
+    """Inside, whatever asks for float32 gets float64: the originals take norms, RoPE and softmax in float32, whatever
+    the model is, and that would be all that a comparison sees."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [torch.float64 if a is torch.float32 else a for a in args]
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def build():
+    """Chapter 38's build.py."""
+    return chapters.load_build(38)
+
+
+# ---------------------------------------------------------------- their numbers in our places
+
+
+def to_pairs(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
+    """Rows of heads (heads · D, ...), whose first `turned` channels RoPE takes as two halves, in our order: pairs."""
+    order = torch.arange(head_dim)
+    order[:turned] = order[:turned].view(2, -1).t().flatten()
+    return rows.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+
+
+def as_stored(rows, head_dim, turned):
+    """For originals that take RoPE's pairs as we do, or have no RoPE."""
+    return rows
+
+
+NORMS_BEFORE = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
+
+
+def translate(theirs: dict, cfg, norms=NORMS_BEFORE, order=to_pairs) -> dict:
+    """Tensors by their names -> the same by ours: a state dict or its gradients."""
+    theirs = dict(theirs)
+    ours = {"token_embedding.weight": theirs.pop("model.embed_tokens.weight")}
+    if "model.norm.weight" in theirs:
+        ours["norm_f.weight"] = theirs.pop("model.norm.weight")
+    head = theirs.pop("lm_head.weight", None)
+    if not cfg.tied:
+        ours["lm_head.weight"] = head
+    turned = int(cfg.rotated * cfg.head_dim)
+    for i in range(cfg.n_layers):
+        layer = f"model.layers.{i}."
+        block = f"blocks.{i}."
+        for name in [name for name in theirs if name.startswith(layer)]:
+            tensor = theirs.pop(name)
+            name = name.removeprefix(layer)
+            part, _, kind = name.rpartition(".")
+            if part in norms:
+                ours[f"{block}{norms[part]}.{kind}"] = tensor
+            elif name.startswith("self_attn."):
+                part = part.removeprefix("self_attn.")
+                if part in ("q_proj", "k_proj", "q_norm", "k_norm"):
+                    tensor = order(tensor, cfg.head_dim, turned)
+                ours[f"{block}attn.{part}.{kind}"] = tensor
+            else:
+                ours[block + name] = tensor
+        for kind in ("weight", "bias"):
+            rows = [ours.pop(f"{block}attn.{part}_proj.{kind}", None) for part in "qkv"]
+            if rows[0] is not None:
+                ours[f"{block}attn.qkv.{kind}"] = torch.cat(rows)
+            if (out := ours.pop(f"{block}attn.o_proj.{kind}", None)) is not None:
+                ours[f"{block}attn.proj.{kind}"] = out
+    assert not theirs, f"no place for {list(theirs)}"
+    return ours
+
+
+def translate_gpt2(theirs: dict, cfg) -> dict:
+    """GPT-2 stores its matrices the other way round, and q, k, v as we do; it has no RoPE."""
+    ours = {}
+    parts = {"ln_1": "norm1", "ln_2": "norm2", "c_attn": "qkv", "c_proj": "proj", "c_fc": "fc", "ln_f": "norm_f"}
+    for name, tensor in theirs.items():
+        words = name.removeprefix("transformer.").split(".")
+        if words[-1] == "weight" and words[-2] in ("c_attn", "c_proj", "c_fc"):
+            tensor = tensor.t()
+        name = ".".join(parts.get(word, word) for word in words)
+        name = name.replace("wte", "token_embedding").replace("wpe", "position_embedding")
+        if name != "lm_head.weight":
+            ours[name.replace("h.", "blocks.", 1) if name.startswith("h.") else name] = tensor
+    return ours
+
+
+# ---------------------------------------------------------------- two models with the same numbers
+
+
+@torch.no_grad()
+def randomise(model, seed: int) -> None:
+    """Random numbers everywhere: gains around 1, what else is a vector around 0, matrices that keep their input's
+    size."""
+    draws = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=draws, dtype=torch.float64)
+        if p.dim() == 1 and name.endswith("weight"):
+            p.copy_(1 + 0.3 * noise)
+        elif p.dim() == 1:
+            p.copy_(0.5 * noise)
+        else:
+            p.copy_(noise * 1.5 / p.shape[-1] ** 0.5)
+
+
+def make_theirs(kind: str, settings: dict):
+    """A small original with random numbers, in float64."""
+    config = getattr(transformers, kind + "Config")(**settings)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    with Wide():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+        finally:
+            torch.set_default_dtype(before)
+    randomise(model, seed=1)
+    return model
+
+
+def compare(build, name: str, theirs, translated, sizes: dict) -> float:
+    """The largest distance between ours and theirs, in logits and gradients, at every length."""
+    cfg = build.DetailedConfig(**{**OUR_SIZES, **build.RECIPES[name].changes, **sizes})
+    ours = build.DetailedGPT(cfg, VOCABULARY).double().eval()
+    state = translated(dict(theirs.state_dict()), cfg)
+    if cfg.tied:
+        state["lm_head.weight"] = state["token_embedding.weight"]
+    ours.load_state_dict(state)
+    worst = 0.0
+    for length in LENGTHS:
+        draws = torch.Generator().manual_seed(length)
+        idx = torch.randint(VOCABULARY, (2, length), generator=draws)
+        pull = torch.randn(2, length, VOCABULARY, generator=draws, dtype=torch.float64)
+        ours.zero_grad()
+        theirs.zero_grad()
+        our_logits, _ = ours(idx)
+        with Wide():
+            their_logits = theirs(input_ids=idx, use_cache=False).logits
+            (their_logits * pull).sum().backward()
+        (our_logits * pull).sum().backward()
+        assert their_logits.dtype == torch.float64
+        worst = max(worst, (our_logits - their_logits).abs().max().item())
+        slopes = {key: zeros_for_none(p) for key, p in theirs.named_parameters()}
+        slopes = translated(slopes, cfg)
+        for key, p in ours.named_parameters():
+            assert p.shape == slopes[key].shape, key
+            worst = max(worst, (zeros_for_none(p) - slopes[key]).abs().max().item())
+        assert their_logits.std() > 0.1  # not a comparison of nothing with nothing
+    return worst
+
+
+def zeros_for_none(p) -> torch.Tensor:
+    """The gradient of a parameter that the text may not have reached: an expert without tokens."""
+    return torch.zeros_like(p) if p.grad is None else p.grad
+
+
+def check(build, name: str, kind: str, settings: dict | None = None, translated=translate, **sizes) -> None:
+    theirs = make_theirs(kind, {**THEIR_SIZES, **(settings or {})})
+    worst = compare(build, name, theirs, translated, sizes)
+    print(f"{name}: {worst:.1e}")
+    assert worst < LIMIT
+
+
+# ---------------------------------------------------------------- a test per recipe
+
+
+def test_gpt2(build):
+    theirs = make_theirs(
+        "GPT2", {"vocab_size": VOCABULARY, "n_positions": 40, "n_embd": 45, "n_layer": 5, "n_head": 9, "n_inner": 35}
+    )
+    worst = compare(build, "gpt2", theirs, translate_gpt2, {"n_kv_heads": 9, "d_head": None})
+    print(f"gpt2: {worst:.1e}")
+    assert worst < LIMIT
