@@ -216,3 +216,18 @@ def test_gpt2(build):
     worst = compare(build, "gpt2", theirs, translate_gpt2, {"n_kv_heads": 9, "d_head": None})
     print(f"gpt2: {worst:.1e}")
     assert worst < LIMIT
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8_192,
+}
+
+
+def test_llama3(build):
+    settings = {"rope_parameters": LLAMA3_SCALING, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    check(build, "llama3", "Llama", settings)

@@ -776,4 +776,11 @@ RECIPES = {
         mlp_type="gelu",
         activation="gelu_tanh",
     ),
+    "llama3": recipe(
+        "Llama 3",
+        "shared key/value heads, RoPE of base 500,000, slowed for long texts from 3.1 on",
+        tied=False,
+        rope_base=500_000.0,
+        rope_scaling=Llama3Scaling(factor=8.0, trained=8_192),
+    ),
 }
