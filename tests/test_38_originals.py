@@ -231,3 +231,8 @@ LLAMA3_SCALING = {
 def test_llama3(build):
     settings = {"rope_parameters": LLAMA3_SCALING, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     check(build, "llama3", "Llama", settings)
+
+
+def test_mistral(build):
+    settings = {"sliding_window": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    check(build, "mistral", "Mistral", settings, window=4)

@@ -783,4 +783,11 @@ RECIPES = {
         rope_base=500_000.0,
         rope_scaling=Llama3Scaling(factor=8.0, trained=8_192),
     ),
+    "mistral": recipe(
+        "Mistral 7B",
+        "every layer sees a window of 4,096 positions",
+        tied=False,
+        layer_kinds=("window",),
+        window=4_096,
+    ),
 }
