@@ -236,3 +236,8 @@ def test_llama3(build):
 def test_mistral(build):
     settings = {"sliding_window": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     check(build, "mistral", "Mistral", settings, window=4)
+
+
+def test_qwen2(build):
+    settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": False}
+    check(build, "qwen2", "Qwen2", settings)

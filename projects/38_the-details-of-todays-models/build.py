@@ -790,4 +790,12 @@ RECIPES = {
         layer_kinds=("window",),
         window=4_096,
     ),
+    "qwen2": recipe(
+        "Qwen2",
+        "biases on queries, keys and values",
+        tied=False,
+        qkv_bias=True,
+        norm_eps=1e-6,
+        rope_base=1_000_000.0,
+    ),
 }
