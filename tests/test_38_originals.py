@@ -241,3 +241,8 @@ def test_mistral(build):
 def test_qwen2(build):
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": False}
     check(build, "qwen2", "Qwen2", settings)
+
+
+def test_qwen3(build):
+    settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": False}
+    check(build, "qwen3", "Qwen3", settings)

@@ -798,4 +798,12 @@ RECIPES = {
         norm_eps=1e-6,
         rope_base=1_000_000.0,
     ),
+    "qwen3": recipe(
+        "Qwen3",
+        "a norm on each head's query and key",
+        tied=False,
+        attention="head norm",
+        norm_eps=1e-6,
+        rope_base=1_000_000.0,
+    ),
 }
