@@ -5,7 +5,7 @@ lengths beyond the window. Sizes are odd and unequal, where RoPE lets them be, s
 transposition; gains, biases, sinks and balance biases are random, too.
 """
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -246,3 +246,27 @@ def test_qwen2(build):
 def test_qwen3(build):
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": False}
     check(build, "qwen3", "Qwen3", settings)
+
+
+def test_olmo2(build):
+    settings = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    norms = {"post_attention_layernorm": "norm1", "post_feedforward_layernorm": "norm2"}
+    check(build, "olmo2", "Olmo2", settings, partial(translate, norms=norms))
+
+
+NORMS_BOTH = {
+    "input_layernorm": "norm1",
+    "post_attention_layernorm": "after1",
+    "pre_feedforward_layernorm": "norm2",
+    "post_feedforward_layernorm": "after2",
+}
+
+
+def test_gemma2(build):
+    """In bfloat16 the original rounds √C to that, as Google's own code does: 59.87 becomes 59.75."""
+    settings = {"sliding_window": 4, "query_pre_attn_scalar": 144}
+    check(build, "gemma2", "Gemma2", settings, partial(translate, norms=NORMS_BOTH), window=4, score_scale=1 / 12)
