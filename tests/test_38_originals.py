@@ -270,3 +270,13 @@ def test_gemma2(build):
     """In bfloat16 the original rounds √C to that, as Google's own code does: 59.87 becomes 59.75."""
     settings = {"sliding_window": 4, "query_pre_attn_scalar": 144}
     check(build, "gemma2", "Gemma2", settings, partial(translate, norms=NORMS_BOTH), window=4, score_scale=1 / 12)
+
+
+def test_gemma3(build):
+    bases = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    }
+    settings = {"sliding_window": 4, "rope_parameters": bases, "query_pre_attn_scalar": 10, "num_hidden_layers": 7}
+    translated = partial(translate, norms=NORMS_BOTH)
+    check(build, "gemma3", "Gemma3Text", settings, translated, window=4, n_layers=7)
