@@ -280,3 +280,8 @@ def test_gemma3(build):
     settings = {"sliding_window": 4, "rope_parameters": bases, "query_pre_attn_scalar": 10, "num_hidden_layers": 7}
     translated = partial(translate, norms=NORMS_BOTH)
     check(build, "gemma3", "Gemma3Text", settings, translated, window=4, n_layers=7)
+
+
+def test_smollm3(build):
+    settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0}}
+    check(build, "smollm3", "SmolLM3", settings)

@@ -843,4 +843,11 @@ RECIPES = {
         rope_base=1_000_000.0,
         rope_scaling=RopeScaling(factor=8.0),
     ),
+    "smollm3": recipe(
+        "SmolLM3",
+        "no positions in every fourth layer",
+        layer_kinds=("full", "full", "full", "no positions"),
+        norm_eps=1e-6,
+        rope_base=5_000_000.0,
+    ),
 }
