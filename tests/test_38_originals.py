@@ -285,3 +285,16 @@ def test_gemma3(build):
 def test_smollm3(build):
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0}}
     check(build, "smollm3", "SmolLM3", settings)
+
+
+def test_granite(build):
+    settings = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
+        "rms_norm_eps": 1e-5,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 1 / 64,
+        "logits_scaling": 8.0,
+        "tie_word_embeddings": True,
+    }
+    check(build, "granite", "Granite", settings)

@@ -850,4 +850,13 @@ RECIPES = {
         norm_eps=1e-6,
         rope_base=5_000_000.0,
     ),
+    "granite": recipe(
+        "Granite 3.1",
+        "four multipliers: of embeddings, of residuals, of scores, of logits",
+        rope_base=5_000_000.0,
+        embedding_scale=12.0,
+        residual_scale=0.22,
+        score_scale=1 / 64,
+        logit_scale=1 / 8,
+    ),
 }
