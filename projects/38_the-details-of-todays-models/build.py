@@ -859,4 +859,13 @@ RECIPES = {
         score_scale=1 / 64,
         logit_scale=1 / 8,
     ),
+    "cohere": recipe(
+        "Command R",
+        "attention and MLP side by side behind one LayerNorm without biases",
+        norm_type="layernorm",
+        norm_bias=False,
+        norm_place="parallel",
+        rope_base=8_000_000.0,
+        logit_scale=1 / 16,
+    ),
 }
