@@ -102,8 +102,11 @@ def translate(theirs: dict, cfg, norms=NORMS_BEFORE, order=to_pairs) -> dict:
                 if part in ("q_proj", "k_proj", "q_norm", "k_norm"):
                     tensor = order(tensor, cfg.head_dim, turned)
                 ours[f"{block}attn.{part}.{kind}"] = tensor
+            elif name.startswith("mlp.experts."):
+                ours |= experts(block, name.removeprefix("mlp.experts."), tensor)
             else:
-                ours[block + name] = tensor
+                name = name.replace("mlp.gate.", "mlp.router.").replace("router.e_score_correction", "balance")
+                ours[block + name.replace("shared_experts", "shared")] = tensor
         for kind in ("weight", "bias"):
             rows = [ours.pop(f"{block}attn.{part}_proj.{kind}", None) for part in "qkv"]
             if rows[0] is not None:
@@ -111,6 +114,20 @@ def translate(theirs: dict, cfg, norms=NORMS_BEFORE, order=to_pairs) -> dict:
             if (out := ours.pop(f"{block}attn.o_proj.{kind}", None)) is not None:
                 ours[f"{block}attn.proj.{kind}"] = out
     assert not theirs, f"no place for {list(theirs)}"
+    return ours
+
+
+def experts(block: str, name: str, tensor: torch.Tensor) -> dict:
+    """One tensor of all experts, or of all biases -> ours, one of each: gate and up lie one above the other."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    part = name.removesuffix("_bias")
+    ours = {}
+    for e, of_one in enumerate(tensor):
+        pieces = {part: of_one}
+        if part == "gate_up_proj":
+            pieces = dict(zip(("gate_proj", "up_proj"), of_one.chunk(2)))
+        for piece, rows in pieces.items():
+            ours[f"{block}mlp.experts.{e}.{piece}.{kind}"] = rows
     return ours
 
 
@@ -304,3 +321,16 @@ def test_cohere(build):
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 8_000_000.0}}
     translated = partial(translate, norms={"input_layernorm": "norm1"}, order=as_stored)
     check(build, "cohere", "Cohere", settings, translated)
+
+
+EXPERTS = {"n_experts": 7, "top_k": 3}  # of two tokens, one or more experts get none
+
+
+def test_mixtral(build):
+    settings = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": False,
+    }
+    check(build, "mixtral", "Mixtral", settings, **EXPERTS)

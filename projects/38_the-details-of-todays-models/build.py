@@ -868,4 +868,11 @@ RECIPES = {
         rope_base=8_000_000.0,
         logit_scale=1 / 16,
     ),
+    "mixtral": recipe(
+        "Mixtral 8x7B",
+        "two of eight experts, gates renormalised",
+        tied=False,
+        mlp_type="moe",
+        rope_base=1_000_000.0,
+    ),
 }
