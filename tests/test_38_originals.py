@@ -334,3 +334,15 @@ def test_mixtral(build):
         "tie_word_embeddings": False,
     }
     check(build, "mixtral", "Mixtral", settings, **EXPERTS)
+
+
+def test_qwen3_moe(build):
+    settings = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 19,
+        "tie_word_embeddings": False,
+    }
+    check(build, "qwen3-moe", "Qwen3Moe", settings, d_expert=19, **EXPERTS)

@@ -875,4 +875,13 @@ RECIPES = {
         mlp_type="moe",
         rope_base=1_000_000.0,
     ),
+    "qwen3-moe": recipe(
+        "Qwen3-MoE",
+        "Qwen3 with eight of 128 small experts, gates renormalised",
+        tied=False,
+        attention="head norm",
+        mlp_type="moe",
+        norm_eps=1e-6,
+        rope_base=1_000_000.0,
+    ),
 }
