@@ -346,3 +346,17 @@ def test_qwen3_moe(build):
         "tie_word_embeddings": False,
     }
     check(build, "qwen3-moe", "Qwen3Moe", settings, d_expert=19, **EXPERTS)
+
+
+def test_olmoe(build):
+    """The original's norms on queries and keys take head_dim to be hidden_size / heads."""
+    settings = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "hidden_size": 54,
+        "head_dim": 6,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    check(build, "olmoe", "Olmoe", settings, d_model=54, d_head=None, **EXPERTS)

@@ -884,4 +884,12 @@ RECIPES = {
         norm_eps=1e-6,
         rope_base=1_000_000.0,
     ),
+    "olmoe": recipe(
+        "OLMoE",
+        "eight of 64 experts, gates as the softmax gives them, a norm on all queries and all keys",
+        tied=False,
+        attention="width norm",
+        mlp_type="moe",
+        renormalise=False,
+    ),
 }
