@@ -892,4 +892,17 @@ RECIPES = {
         mlp_type="moe",
         renormalise=False,
     ),
+    "gpt-oss": recipe(
+        "gpt-oss",
+        "a sink in each head, clamped SwiGLU, biases everywhere, a window in every other layer, YaRN",
+        tied=False,
+        bias=True,
+        attention="sink",
+        layer_kinds=("window", "full"),
+        window=128,
+        rope_base=150_000.0,
+        rope_scaling=YaRNScaling(factor=32.0, trained=4_096, whole=False),
+        mlp_type="moe",
+        gated_mlp="clamped",
+    ),
 }
