@@ -161,6 +161,9 @@ def randomise(model, seed: int) -> None:
             p.copy_(0.5 * noise)
         else:
             p.copy_(noise * 1.5 / p.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=draws, dtype=torch.float64))
 
 
 def make_theirs(kind: str, settings: dict):
@@ -382,3 +385,55 @@ def test_gpt_oss(build):
     for layer in theirs.model.layers:
         layer.mlp.experts.gate_up_proj.data *= 6
     agree("gpt-oss", compare(build, "gpt-oss", theirs, translate_gpt_oss, {"window": 4, **EXPERTS}))
+
+
+LATENT_NAMES = {
+    "q_a_proj": "q_down",
+    "q_a_layernorm": "q_norm",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_norm",
+    "kv_b_proj": "kv_up",
+}
+
+
+def translate_deepseek(theirs: dict, cfg) -> dict:
+    """Their "a" leads down to the short vector, "b" up from it."""
+    usual = translate(theirs, cfg, order=as_stored)
+    for name, ours in LATENT_NAMES.items():
+        usual = {key.replace(f".{name}.", f".{ours}."): tensor for key, tensor in usual.items()}
+    return usual
+
+
+def test_deepseek_v3(build):
+    """The original takes the two best of a group whatever k is; the paper says k / groups, which is 2 at its sizes."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4_096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    settings = {
+        "num_key_value_heads": 9,
+        "q_lora_rank": 13,
+        "kv_lora_rank": 11,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+        "n_routed_experts": 15,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 19,
+        "first_k_dense_replace": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 5,
+        "topk_group": 2,
+        "rope_parameters": yarn,
+    }
+    del (usual := dict(THEIR_SIZES))["head_dim"]
+    theirs = make_theirs("DeepseekV3", usual | settings)
+    sizes = {"n_kv_heads": 9, "q_rank": 13, "kv_rank": 11, "d_head": 9, "d_rope": 4, "d_value": 7}
+    sizes |= {"n_experts": 15, "n_shared_experts": 2, "d_expert": 19, "n_dense_layers": 2, "top_k": 3}
+    sizes |= {"n_groups": 5, "top_groups": 2}
+    agree("deepseek-v3", compare(build, "deepseek-v3", theirs, translate_deepseek, sizes))

@@ -201,6 +201,11 @@ class RopeScaling:
         """What turned queries and keys are multiplied by."""
         return 1.0
 
+    @property
+    def score_factor(self) -> float:
+        """What scores are multiplied by."""
+        return 1.0
+
     def speeds(self, base: float, width: int) -> torch.Tensor:
         """As rope_speeds(), but slowed."""
         return rope_speeds(base, width) / self.factor
@@ -248,11 +253,15 @@ class YaRNScaling(RopeScaling):
     fast: float = 32.0
     slow: float = 1.0
     whole: bool = True  # whether the two ends of the mixture are rounded to whole pairs
-    lengthened: bool = True  # whether queries and keys are lengthened
+    on_scores: bool = False  # enlarge all of a score, also what comes from channels not turned
 
     @property
     def length(self) -> float:
-        return yarn_length(self.factor) if self.lengthened else 1.0
+        return 1.0 if self.on_scores else yarn_length(self.factor)
+
+    @property
+    def score_factor(self) -> float:
+        return yarn_length(self.factor) ** 2 if self.on_scores else 1.0
 
     def speeds(self, base: float, width: int) -> torch.Tensor:
         def pair_that_turns(times: float) -> float:
@@ -327,6 +336,8 @@ class GroupedAttention(gpt.CausalSelfAttention):
         self.n_kv_heads = cfg.n_kv_heads
         self.head_dim = cfg.head_dim
         self.score_scale = cfg.score_scale or cfg.head_dim**-0.5
+        if cfg.rope_scaling is not None:
+            self.score_scale *= cfg.rope_scaling.score_factor
         n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # query, key and value heads together
         self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
         self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
@@ -904,5 +915,17 @@ RECIPES = {
         rope_scaling=YaRNScaling(factor=32.0, trained=4_096, whole=False),
         mlp_type="moe",
         gated_mlp="clamped",
+    ),
+    "deepseek-v3": recipe(
+        "DeepSeek-V3",
+        "latent attention; sigmoid router with groups and a balance bias, a shared expert",
+        tied=False,
+        attention="latent",
+        norm_eps=1e-6,
+        rope_scaling=YaRNScaling(factor=40.0, trained=4_096, on_scores=True),
+        mlp_type="moe",
+        router="sigmoid",
+        n_shared_experts=1,
+        gate_scale=2.5,
     ),
 }
