@@ -437,3 +437,20 @@ def test_deepseek_v3(build):
     sizes |= {"n_experts": 15, "n_shared_experts": 2, "d_expert": 19, "n_dense_layers": 2, "top_k": 3}
     sizes |= {"n_groups": 5, "top_groups": 2}
     agree("deepseek-v3", compare(build, "deepseek-v3", theirs, translate_deepseek, sizes))
+
+
+def to_turned_back(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
+    """nanochat turns the other way, which is the same with the two channels of each pair exchanged."""
+    return to_pairs(rows, head_dim, turned).unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def translate_nanochat(theirs: dict, cfg) -> dict:
+    """Their two matrices of the MLP have the names of ours in chapter 05."""
+    usual = translate(theirs, cfg, order=to_turned_back)
+    return {key.replace(".fc1.", ".fc.").replace(".fc2.", ".proj."): tensor for key, tensor in usual.items()}
+
+
+def test_nanochat(build):
+    """The original is transformers' nanochat, of the first release: later ones have more details."""
+    settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    check(build, "nanochat", "NanoChat", settings, translate_nanochat)

@@ -928,4 +928,15 @@ RECIPES = {
         n_shared_experts=1,
         gate_scale=2.5,
     ),
+    "nanochat": recipe(
+        "nanochat",
+        "norms without gains, ReLU², q/k norm after the turn, embeddings normalised, capped logits",
+        tied=False,
+        norm_gain="none",
+        norm_eps=1e-6,
+        attention="turned norm",
+        mlp_type="relu2",
+        embedding_norm=True,
+        logit_cap=15.0,
+    ),
 }
