@@ -5,7 +5,9 @@ lengths beyond the window. Sizes are odd and unequal, where RoPE lets them be, s
 transposition; gains, biases, sinks and balance biases are random, too.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -182,61 +184,79 @@ def make_theirs(kind: str, settings: dict):
     return model
 
 
-def compare(build, name: str, theirs, translated, sizes: dict) -> float:
-    """The largest distance between ours and theirs, in logits and gradients, at every length."""
-    cfg = build.DetailedConfig(**{**OUR_SIZES, **build.RECIPES[name].changes, **sizes})
-    ours = build.DetailedGPT(cfg, VOCABULARY).double().eval()
-    state = translated(dict(theirs.state_dict()), cfg)
+class Original(NamedTuple):
+    """A small original, and how it becomes ours."""
+
+    model: torch.nn.Module
+    translated: Callable  # its tensors, by name, and our config -> the same by our names
+    sizes: dict  # the fields of our config that are not as in the recipe and OUR_SIZES
+
+
+def original(kind: str, settings: dict, translated: Callable = translate, **sizes) -> Original:
+    """An original of THEIR_SIZES but for `settings`."""
+    return Original(make_theirs(kind, THEIR_SIZES | settings), translated, sizes)
+
+
+def our_model(build, changes: dict, theirs: Original):
+    """Our model with the numbers of an original."""
+    cfg = build.DetailedConfig(**OUR_SIZES | changes)
+    model = build.DetailedGPT(cfg, VOCABULARY).double().eval()
+    state = theirs.translated(dict(theirs.model.state_dict()), cfg)
     if cfg.tied:
         state["lm_head.weight"] = state["token_embedding.weight"]
-    ours.load_state_dict(state)
-    worst = 0.0
-    for length in LENGTHS:
-        draws = torch.Generator().manual_seed(length)
-        idx = torch.randint(VOCABULARY, (2, length), generator=draws)
-        pull = torch.randn(2, length, VOCABULARY, generator=draws, dtype=torch.float64)
-        ours.zero_grad()
-        theirs.zero_grad()
-        our_logits, _ = ours(idx)
-        with Wide():
-            their_logits = theirs(input_ids=idx, use_cache=False).logits
-            (their_logits * pull).sum().backward()
-        (our_logits * pull).sum().backward()
-        assert their_logits.dtype == torch.float64
-        worst = max(worst, (our_logits - their_logits).abs().max().item())
-        slopes = {key: zeros_for_none(p) for key, p in theirs.named_parameters()}
-        slopes = translated(slopes, cfg)
-        for key, p in ours.named_parameters():
-            assert p.shape == slopes[key].shape, key
-            worst = max(worst, (zeros_for_none(p) - slopes[key]).abs().max().item())
-        assert their_logits.std() > 0.01  # not a comparison of nothing with nothing
-    return worst
+    model.load_state_dict(state)
+    return model
 
 
-def zeros_for_none(p) -> torch.Tensor:
-    """The gradient of a parameter that the text may not have reached: an expert without tokens."""
+def tokens(length: int) -> torch.Tensor:
+    """Token ids (2, length)."""
+    return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def their_logits(theirs: Original, idx: torch.Tensor) -> torch.Tensor:
+    """Logits (B, T, V) of an original."""
+    with Wide():
+        logits = theirs.model(input_ids=idx, use_cache=False).logits
+    assert logits.dtype == torch.float64
+    assert logits.std() > 0.01  # not a comparison of nothing with nothing
+    return logits
+
+
+def gap_of_logits(model, theirs: Original, length: int) -> float:
+    """The largest distance between our logits and theirs."""
+    idx = tokens(length)
+    with torch.no_grad():
+        return (model(idx)[0] - their_logits(theirs, idx)).abs().max().item()
+
+
+def gap_of_gradients(model, theirs: Original, length: int) -> float:
+    """The largest distance between our gradients and theirs, of one random sum of logits."""
+    idx = tokens(length)
+    pull = torch.randn(2, length, VOCABULARY, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    model.zero_grad()
+    theirs.model.zero_grad()
+    (model(idx)[0] * pull).sum().backward()
+    with Wide():
+        (their_logits(theirs, idx) * pull).sum().backward()
+    slopes = theirs.translated({name: slope(p) for name, p in theirs.model.named_parameters()}, model.cfg)
+    ours = {name: slope(p) for name, p in model.named_parameters()}
+    assert {name: p.shape for name, p in ours.items()} == {name: p.shape for name, p in slopes.items()}
+    return max((ours[name] - slopes[name]).abs().max().item() for name in ours)
+
+
+def slope(p) -> torch.Tensor:
+    """The gradient of a parameter; zeros where the text didn't reach it: an expert without tokens."""
     return torch.zeros_like(p) if p.grad is None else p.grad
 
 
-def check(build, name: str, kind: str, settings: dict | None = None, translated=translate, **sizes) -> None:
-    theirs = make_theirs(kind, {**THEIR_SIZES, **(settings or {})})
-    agree(name, compare(build, name, theirs, translated, sizes))
+# ---------------------------------------------------------------- the originals
 
 
-def agree(name: str, worst: float) -> None:
-    """Print how far ours is off, and fail where that is too far."""
-    print(f"{name}: {worst:.1e}")
-    assert worst < LIMIT
 
-
-# ---------------------------------------------------------------- a test per recipe
-
-
-def test_gpt2(build):
-    theirs = make_theirs(
-        "GPT2", {"vocab_size": VOCABULARY, "n_positions": 40, "n_embd": 45, "n_layer": 5, "n_head": 9, "n_inner": 35}
-    )
-    agree("gpt2", compare(build, "gpt2", theirs, translate_gpt2, {"n_kv_heads": 9, "d_head": None}))
+def gpt2() -> Original:
+    settings = {"vocab_size": VOCABULARY, "n_positions": 40, "n_embd": 45, "n_layer": 5, "n_head": 9, "n_inner": 35}
+    settings |= {"bos_token_id": None, "eos_token_id": None}
+    return Original(make_theirs("GPT2", settings), translate_gpt2, {"n_kv_heads": 9, "d_head": None})
 
 
 LLAMA3_SCALING = {
@@ -249,34 +269,34 @@ LLAMA3_SCALING = {
 }
 
 
-def test_llama3(build):
+def llama3() -> Original:
     settings = {"rope_parameters": LLAMA3_SCALING, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    check(build, "llama3", "Llama", settings)
+    return original("Llama", settings)
 
 
-def test_mistral(build):
+def mistral() -> Original:
     settings = {"sliding_window": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    check(build, "mistral", "Mistral", settings, window=4)
+    return original("Mistral", settings, window=4)
 
 
-def test_qwen2(build):
+def qwen2() -> Original:
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": False}
-    check(build, "qwen2", "Qwen2", settings)
+    return original("Qwen2", settings)
 
 
-def test_qwen3(build):
+def qwen3() -> Original:
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "tie_word_embeddings": False}
-    check(build, "qwen3", "Qwen3", settings)
+    return original("Qwen3", settings)
 
 
-def test_olmo2(build):
+def olmo2() -> Original:
     settings = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
     norms = {"post_attention_layernorm": "norm1", "post_feedforward_layernorm": "norm2"}
-    check(build, "olmo2", "Olmo2", settings, partial(translate, norms=norms))
+    return original("Olmo2", settings, partial(translate, norms=norms))
 
 
 NORMS_BOTH = {
@@ -287,28 +307,28 @@ NORMS_BOTH = {
 }
 
 
-def test_gemma2(build):
+def gemma2() -> Original:
     """In bfloat16 the original rounds √C to that, as Google's own code does: 59.87 becomes 59.75."""
     settings = {"sliding_window": 4, "query_pre_attn_scalar": 144}
-    check(build, "gemma2", "Gemma2", settings, partial(translate, norms=NORMS_BOTH), window=4, score_scale=1 / 12)
+    return original("Gemma2", settings, partial(translate, norms=NORMS_BOTH), window=4, score_scale=1 / 12)
 
 
-def test_gemma3(build):
+def gemma3() -> Original:
     bases = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
     }
     settings = {"sliding_window": 4, "rope_parameters": bases, "query_pre_attn_scalar": 10, "num_hidden_layers": 7}
     translated = partial(translate, norms=NORMS_BOTH)
-    check(build, "gemma3", "Gemma3Text", settings, translated, window=4, n_layers=7)
+    return original("Gemma3Text", settings, translated, window=4, n_layers=7)
 
 
-def test_smollm3(build):
+def smollm3() -> Original:
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0}}
-    check(build, "smollm3", "SmolLM3", settings)
+    return original("SmolLM3", settings)
 
 
-def test_granite(build):
+def granite() -> Original:
     settings = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
         "rms_norm_eps": 1e-5,
@@ -318,29 +338,29 @@ def test_granite(build):
         "logits_scaling": 8.0,
         "tie_word_embeddings": True,
     }
-    check(build, "granite", "Granite", settings)
+    return original("Granite", settings)
 
 
-def test_cohere(build):
+def cohere() -> Original:
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 8_000_000.0}}
     translated = partial(translate, norms={"input_layernorm": "norm1"}, order=as_stored)
-    check(build, "cohere", "Cohere", settings, translated)
+    return original("Cohere", settings, translated)
 
 
 EXPERTS = {"n_experts": 7, "top_k": 3}  # of two tokens, one or more experts get none
 
 
-def test_mixtral(build):
+def mixtral() -> Original:
     settings = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "num_local_experts": 7,
         "num_experts_per_tok": 3,
         "tie_word_embeddings": False,
     }
-    check(build, "mixtral", "Mixtral", settings, **EXPERTS)
+    return original("Mixtral", settings, **EXPERTS)
 
 
-def test_qwen3_moe(build):
+def qwen3_moe() -> Original:
     settings = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "num_experts": 7,
@@ -349,10 +369,10 @@ def test_qwen3_moe(build):
         "moe_intermediate_size": 19,
         "tie_word_embeddings": False,
     }
-    check(build, "qwen3-moe", "Qwen3Moe", settings, d_expert=19, **EXPERTS)
+    return original("Qwen3Moe", settings, d_expert=19, **EXPERTS)
 
 
-def test_olmoe(build):
+def olmoe() -> Original:
     """The original's norms on queries and keys take head_dim to be hidden_size / heads."""
     settings = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -363,7 +383,7 @@ def test_olmoe(build):
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     }
-    check(build, "olmoe", "Olmoe", settings, d_model=54, d_head=None, **EXPERTS)
+    return original("Olmoe", settings, d_model=54, d_head=None, **EXPERTS)
 
 
 def translate_gpt_oss(theirs: dict, cfg) -> dict:
@@ -378,13 +398,13 @@ def translate_gpt_oss(theirs: dict, cfg) -> dict:
     return translate(usual, cfg)
 
 
-def test_gpt_oss(build):
+def gpt_oss() -> Original:
     """The recipe's scaling is the original's default. Six times as large, gate and up go beyond the clamps at 7."""
     settings = {"num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 4}
     theirs = make_theirs("GptOss", THEIR_SIZES | settings)
     for layer in theirs.model.layers:
         layer.mlp.experts.gate_up_proj.data *= 6
-    agree("gpt-oss", compare(build, "gpt-oss", theirs, translate_gpt_oss, {"window": 4, **EXPERTS}))
+    return Original(theirs, translate_gpt_oss, {"window": 4, **EXPERTS})
 
 
 LATENT_NAMES = {
@@ -405,7 +425,7 @@ def translate_deepseek(theirs: dict, cfg) -> dict:
     return usual
 
 
-def test_deepseek_v3(build):
+def deepseek_v3() -> Original:
     """The original takes the two best of a group whatever k is; the paper says k / groups, which is 2 at its sizes."""
     yarn = {
         "rope_type": "yarn",
@@ -436,7 +456,7 @@ def test_deepseek_v3(build):
     sizes = {"n_kv_heads": 9, "q_rank": 13, "kv_rank": 11, "d_head": 9, "d_rope": 4, "d_value": 7}
     sizes |= {"n_experts": 15, "n_shared_experts": 2, "d_expert": 19, "n_dense_layers": 2, "top_k": 3}
     sizes |= {"n_groups": 5, "top_groups": 2}
-    agree("deepseek-v3", compare(build, "deepseek-v3", theirs, translate_deepseek, sizes))
+    return Original(theirs, translate_deepseek, sizes)
 
 
 def to_turned_back(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
@@ -450,7 +470,72 @@ def translate_nanochat(theirs: dict, cfg) -> dict:
     return {key.replace(".fc1.", ".fc.").replace(".fc2.", ".proj."): tensor for key, tensor in usual.items()}
 
 
-def test_nanochat(build):
+def nanochat() -> Original:
     """The original is transformers' nanochat, of the first release: later ones have more details."""
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-    check(build, "nanochat", "NanoChat", settings, translate_nanochat)
+    return original("NanoChat", settings, translate_nanochat)
+
+
+ORIGINALS = {
+    "gpt2": gpt2,
+    "llama3": llama3,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "olmo2": olmo2,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "smollm3": smollm3,
+    "granite": granite,
+    "cohere": cohere,
+    "mixtral": mixtral,
+    "qwen3-moe": qwen3_moe,
+    "olmoe": olmoe,
+    "gpt-oss": gpt_oss,
+    "deepseek-v3": deepseek_v3,
+    "nanochat": nanochat,
+}
+
+
+@cache
+def made(name: str) -> Original:
+    """An original, made once."""
+    return ORIGINALS[name]()
+
+
+# ---------------------------------------------------------------- the tests
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_recipe_gives_the_logits_and_gradients_of_its_original(build, name):
+    theirs = made(name)
+    model = our_model(build, build.RECIPES[name].changes | theirs.sizes, theirs)
+    gaps = []
+    for length in LENGTHS:
+        gaps.append(gap_of_logits(model, theirs, length))
+        gaps.append(gap_of_gradients(model, theirs, length))
+    print(f"{name}: {max(gaps):.1e}")
+    assert max(gaps) < LIMIT
+
+
+def test_every_recipe_has_an_original(build):
+    assert list(ORIGINALS) == list(build.RECIPES)
+
+
+def changed_fields() -> list[tuple[str, str]]:
+    """Each recipe with each field that it changes."""
+    recipes = chapters.load_build(38).RECIPES
+    return [(name, field) for name, recipe in recipes.items() for field in recipe.changes]
+
+
+@pytest.mark.parametrize("name, field", changed_fields())
+def test_without_any_one_of_its_details_a_recipe_is_another_model(build, name, field):
+    """So no detail of a recipe is there in name alone, and the comparison above sees each."""
+    theirs = made(name)
+    default = build.DetailedConfig.__dataclass_fields__[field].default
+    changes = build.RECIPES[name].changes | theirs.sizes | {field: default}
+    try:
+        gap = max(gap_of_logits(our_model(build, changes, theirs), theirs, length) for length in LENGTHS)
+    except (RuntimeError, ValueError, KeyError):
+        return  # the numbers don't fit, or there is no such model
+    assert gap > 1000 * LIMIT
