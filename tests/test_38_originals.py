@@ -84,8 +84,9 @@ def translate(theirs: dict, cfg, norms=NORMS_BEFORE, order=to_pairs) -> dict:
     """Tensors by their names -> the same by ours: a state dict or its gradients."""
     theirs = dict(theirs)
     ours = {"token_embedding.weight": theirs.pop("model.embed_tokens.weight")}
-    if "model.norm.weight" in theirs:
-        ours["norm_f.weight"] = theirs.pop("model.norm.weight")
+    for kind in ("weight", "bias"):
+        if (numbers := theirs.pop(f"model.norm.{kind}", None)) is not None:
+            ours[f"norm_f.{kind}"] = numbers
     head = theirs.pop("lm_head.weight", None)
     if not cfg.tied:
         ours["lm_head.weight"] = head
@@ -539,3 +540,62 @@ def test_without_any_one_of_its_details_a_recipe_is_another_model(build, name, f
     except (RuntimeError, ValueError, KeyError):
         return  # the numbers don't fit, or there is no such model
     assert gap > 1000 * LIMIT
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v3"])
+def test_experts_that_tie_give_the_same_logits(build, name):
+    """Ours takes the lowest numbers; torch.topk, theirs, promises no order. So experts that tie are alike here."""
+    original = ORIGINALS[name]()
+    with torch.no_grad():
+        for key, p in [*original.model.named_parameters(), *original.model.named_buffers()]:
+            if ".experts." in key or ".gate." in key or ".router." in key:
+                p[1::2] = p[1]  # all experts of odd numbers
+    model = our_model(build, build.RECIPES[name].changes | original.sizes, original)
+    assert max(gap_of_logits(model, original, length) for length in LENGTHS) < LIMIT
+
+
+def test_part_of_a_head_can_be_turned(build):
+    """No recipe turns a part of each head alone; StableLM 2 does: the first quarter, and here four channels of ten."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4}
+    settings = {"rope_parameters": rope, "partial_rotary_factor": 0.4, "use_qkv_bias": True, "hidden_size": 90}
+    theirs = original("StableLm", settings)
+    changes = {"norm_type": "layernorm", "qkv_bias": True, "tied": False, "rotated": 0.4, "d_model": 90}
+    model = our_model(build, changes, theirs)
+    assert max(gap_of_logits(model, theirs, length) for length in LENGTHS) < LIMIT
+    assert max(gap_of_gradients(model, theirs, length) for length in LENGTHS) < LIMIT
+
+
+# ---------------------------------------------------------------- RoPE for longer texts
+
+SCALINGS = [
+    ("RopeScaling", {"factor": 8.0}, "linear", {}),
+    ("NTKScaling", {"factor": 5.0}, "dynamic", {"factor": 2.0}),  # 2 · 120 / 40 - 1 = 5
+    ("Llama3Scaling", {"factor": 8.0, "trained": 8_192}, "llama3", {}),
+    ("Llama3Scaling", {"factor": 32.0, "trained": 100, "low": 2.0, "high": 7.0}, "llama3", {}),
+    ("YaRNScaling", {"factor": 4.0, "trained": 32_768}, "yarn", {}),
+    ("YaRNScaling", {"factor": 32.0, "trained": 4_096, "whole": False}, "yarn", {"truncate": False}),
+    ("YaRNScaling", {"factor": 3.0, "trained": 200, "fast": 20.0, "slow": 2.0}, "yarn", {}),
+    ("YaRNScaling", {"factor": 3.0, "trained": 7}, "yarn", {}),  # both ends before the first pair
+]
+THEIR_FIELDS = {
+    "trained": "original_max_position_embeddings",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+}
+
+
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("width", [6, 10, 64, 128])
+@pytest.mark.parametrize("kind, ours, their_kind, theirs", SCALINGS)
+def test_scaled_speeds_are_those_of_transformers(build, kind, ours, their_kind, theirs, width, base):
+    scaling = getattr(build, kind)(**ours)
+    rope = {"rope_type": their_kind, "rope_theta": base, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {THEIR_FIELDS.get(name, name): value for name, value in ours.items() if name != "whole"} | theirs
+    config = transformers.LlamaConfig(hidden_size=width * 3, num_attention_heads=3, max_position_embeddings=40)
+    config.rope_parameters = rope
+    with Wide():
+        speeds, length = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[their_kind](config, seq_len=120)
+    torch.testing.assert_close(scaling.speeds(base, width), speeds, rtol=1e-13, atol=0)
+    assert scaling.length == pytest.approx(length, rel=1e-14)
