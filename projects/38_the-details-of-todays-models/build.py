@@ -4,6 +4,9 @@ Seventeen open models as lists of details. Each is the block of the last chapter
 exchanged, and each part here is a small class or one overridden method. RECIPES says which model
 has which, as data.
 
+    python build.py                the recipes and what sets each apart
+    python build.py --show qwen3   one recipe: its details, and what the published model takes
+
 Shapes: B batch, T positions, C = d_model, H heads, G = n_kv_heads, D = head_dim, V = vocab_size,
 N tokens, E experts, k = top_k.
 """
@@ -16,8 +19,9 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters
+from shared import chapters, cli
 from shared.cli import Variant
+from shared.console import Table, say
 
 import torch
 import torch.nn as nn
@@ -25,7 +29,9 @@ import torch.nn.functional as F
 
 gpt = chapters.load_build(5)
 modern = chapters.load_build(7)
+sparse = chapters.load_build(18)
 real = chapters.load_build(37)
+PUBLISHED = chapters.load_file(Path(__file__).with_name("published.py")).PUBLISHED
 
 # ---------------------------------------------------------------- config
 
@@ -98,6 +104,16 @@ class DetailedConfig(real.GroupedConfig):
             value = getattr(self, name)
             if value not in valid:
                 raise ValueError(f"unknown {name} {value!r}; valid: {', '.join(valid)}")
+        for kind in self.layer_kinds:
+            if kind not in LAYER_KINDS:
+                raise ValueError(f"unknown kind of layer {kind!r}; valid: {', '.join(LAYER_KINDS)}")
+        if "window" in self.layer_kinds and self.window is None:
+            raise ValueError("layer_kinds names layers with a window, but window is None")
+        if self.n_experts % self.n_groups or self.top_groups > self.n_groups:
+            raise ValueError(
+                f"{self.n_experts} experts don't make {self.n_groups} equal groups "
+                f"of which a token chooses {self.top_groups}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -107,7 +123,7 @@ class DetailedConfig(real.GroupedConfig):
 def layer_config(cfg: DetailedConfig, layer: int) -> DetailedConfig:
     """The config of one layer, counted from 0: what its kind and its place change is filled in."""
     kind = cfg.layer_kinds[layer % len(cfg.layer_kinds)]
-    changes = LAYER_KINDS[kind](cfg)
+    changes = LAYER_KINDS[kind](cfg) | {"layer_kinds": (kind,)}
     if cfg.mlp_type == "moe":
         if cfg.n_dense_layers is not None and layer < cfg.n_dense_layers:
             changes["mlp_type"] = "swiglu"
@@ -342,7 +358,13 @@ class GroupedAttention(gpt.CausalSelfAttention):
         self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
         self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
         self.n_turned = int(cfg.rotated * cfg.head_dim)  # channels of a head
-        self.tables = None
+        self.cos = None  # plain tensors, as in chapter 07: model.bfloat16() must not round them
+        self.sin = None
+
+    @property
+    def n_cached(self) -> int:
+        """How many numbers a cache keeps of one token: its keys and values."""
+        return 2 * self.n_kv_heads * self.head_dim
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D), not yet turned."""
@@ -352,21 +374,27 @@ class GroupedAttention(gpt.CausalSelfAttention):
         qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
         return qkv.split([H, G, G], dim=1)
 
+    def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin on the device of x, in float32 or better: made at the first call."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if self.cos is None or self.cos.device != x.device or self.cos.dtype != dtype:
+            cos, sin = rope_tables(self.cfg, self.n_turned)
+            self.cos = cos.to(dtype).to(x.device)
+            self.sin = sin.to(dtype).to(x.device)
+        return self.cos, self.sin
+
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """RoPE on the first channels of heads (B, heads, T, D) whose first position is `start`."""
         if self.cfg.position_type != "rope":
             return x
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if self.tables is None or self.tables[0].device != x.device or self.tables[0].dtype != dtype:
-            self.tables = [table.to(x.device, dtype) for table in rope_tables(self.cfg, self.n_turned)]
-        cos, sin = self.tables
+        cos, sin = self.tables(x)
         turned = modern.apply_rope(x[..., : self.n_turned], cos[start:], sin[start:])
         return torch.cat((turned, x[..., self.n_turned :]), dim=-1)
 
     def heads(
         self, x: torch.Tensor, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (B, T, C), the first at position `start` -> queries, keys, values, ready to be mixed."""
+        """x (B, T, C), whose first position is `start` -> queries, keys and values to be mixed."""
         q, k, v = self.project(x)
         return self.turn(q, start), self.turn(k, start), v
 
@@ -482,6 +510,10 @@ class LatentAttention(GroupedAttention):
         self.kv_up = nn.Linear(cfg.kv_rank, cfg.n_heads * d_up, bias=False)
         self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.d_value, cfg.d_model, bias=cfg.bias)
 
+    @property
+    def n_cached(self) -> int:
+        return self.cfg.kv_rank + self.cfg.d_rope
+
     def heads(
         self, x: torch.Tensor, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -529,7 +561,7 @@ class PlainMLP(modern.ModernMLP):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) · up(x)) (Shazeer 2020, eq. 6): with silu SwiGLU, with gelu GEGLU."""
+    """down(activation(gate(x)) · up(x)) (Shazeer 2020, eqs. 5 and 6): GEGLU, SwiGLU."""
 
     def __init__(self, cfg: DetailedConfig, d_hidden: int):
         super().__init__()
@@ -626,8 +658,9 @@ class SoftmaxMoE(modern.MoE):
 class SigmoidMoE(SoftmaxMoE):
     """Each expert is scored by itself; a bias keeps them equally busy (DeepSeek-V3, eqs. 12 to 16).
 
-    The bias enters the choice and not the gate. Experts stand in groups, as on one machine each, and
-    a token chooses within the top_groups: those whose two best experts have the largest sum.
+    The bias enters the choice and not the gate. Experts stand in groups, each on machines of its
+    own, and a token chooses within top_groups of them: those whose two best experts have the
+    largest sum.
     """
 
     def __init__(self, cfg: DetailedConfig):
@@ -682,7 +715,7 @@ class Block(modern.ModernBlock):
 class NormAfterBlock(Block):
     """The norm after each half, inside the residual (OLMo 2): each half adds a known length.
 
-    The first transformer's norm came after the sum (chapter 07, step 13), and normalised the stream.
+    The first transformer's norm came after the sum (chapter 07, step 13): it normalised the stream.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -767,6 +800,16 @@ class DetailedGPT(real.RealGPT):
         if self.embedding_norm is None:
             return x
         return self.embedding_norm(x)
+
+
+def init_parameters(model: DetailedGPT, seed: int) -> None:
+    """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
+    gpt.init_parameters(model, seed)
+    for module in model.modules():
+        if isinstance(module, GainPlusOne):
+            nn.init.zeros_(module.weight)
+        if isinstance(module, SinkAttention):
+            nn.init.zeros_(module.sinks)
 
 
 # ---------------------------------------------------------------- recipes
@@ -905,7 +948,7 @@ RECIPES = {
     ),
     "gpt-oss": recipe(
         "gpt-oss",
-        "a sink in each head, clamped SwiGLU, biases everywhere, a window in every other layer, YaRN",
+        "a sink in each head, clamped SwiGLU, biases, a window in every other layer, YaRN",
         tied=False,
         bias=True,
         attention="sink",
@@ -930,7 +973,7 @@ RECIPES = {
     ),
     "nanochat": recipe(
         "nanochat",
-        "norms without gains, ReLU², q/k norm after the turn, embeddings normalised, capped logits",
+        "norms without gains, ReLU², q/k norm after the turn, a norm on embeddings, capped logits",
         tied=False,
         norm_gain="none",
         norm_eps=1e-6,
@@ -940,3 +983,87 @@ RECIPES = {
         logit_cap=15.0,
     ),
 }
+
+# ---------------------------------------------------------------- published shapes
+
+
+def at_published_shape(name: str) -> DetailedGPT:
+    """A recipe's model as it was published, on the meta device: shapes without numbers."""
+    published = PUBLISHED[name]
+    cfg = DetailedConfig(**RECIPES[name].changes | published.shape)
+    with torch.device("meta"):
+        return DetailedGPT(cfg, published.vocab_size)
+
+
+def cache_bytes(model: DetailedGPT, n_positions: int, bytes_each: int = 2) -> int:
+    """What a cache of n_positions takes, in bfloat16 if a number is of 2 bytes.
+
+    A layer with a window has no use for older positions.
+    """
+    n_numbers = 0
+    for block in model.blocks:
+        kept = min(n_positions, block.attn.cfg.window or n_positions)
+        n_numbers += kept * block.attn.n_cached
+    return bytes_each * n_numbers
+
+
+LONG_TEXT = 32_768  # positions
+
+
+def recipes_table() -> Table:
+    """Every recipe and what sets it apart."""
+    rows = [[name, r.labels["model"], r.labels["details"]] for name, r in RECIPES.items()]
+    return Table(["recipe", "model", "details"], rows)
+
+
+def details_table(name: str) -> Table:
+    """The fields that a recipe and its published shape change, beside chapter 37's."""
+    rows = []
+    for field, value in (RECIPES[name].changes | PUBLISHED[name].shape).items():
+        usual = DetailedConfig.__dataclass_fields__[field].default
+        origin = "size" if field in PUBLISHED[name].shape else str(usual)
+        rows.append([field, str(value), origin])
+    return Table(["field", "here", "by default"], rows)
+
+
+def counts_table(name: str) -> Table:
+    """What the published model stores, what a token uses of it, and what its cache takes."""
+    published = PUBLISHED[name]
+    model = at_published_shape(name)
+    stored = gpt.count_parameters(model)
+    ends = {model.token_embedding.weight, model.lm_head.weight}  # one, if they are tied
+    inner = stored - sum(weight.numel() for weight in ends)
+    rows = [
+        ["parameters", f"{stored:,}", published.parameters],
+        ["without embedding and head", f"{inner:,}", published.inner or ""],
+        ["that a token uses", f"{sparse.active_parameters(model):,}", published.active or ""],
+        ["cache, bytes a token", f"{cache_bytes(model, 1):,}", ""],
+        [f"cache of {LONG_TEXT:,} tokens", f"{cache_bytes(model, LONG_TEXT):,}", ""],
+    ]
+    return Table(["counted", "here", "published"], rows)
+
+
+def show(name: str) -> None:
+    """Print one recipe."""
+    published = PUBLISHED[name]
+    say(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}.\n")
+    say(details_table(name))
+    say(f"\n{published.name}, {published.vocab_size:,} tokens; counted on the meta device, that is")
+    say("without any numbers; a number in the cache takes two bytes:\n")
+    say(counts_table(name))
+    say(f"\nPublished: {published.source}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = cli.new_parser(__doc__)
+    parser.add_argument("--show", choices=RECIPES, metavar="RECIPE", help="print one recipe")
+    options = parser.parse_args(argv)
+    if options.show is None:
+        say(recipes_table())
+    else:
+        show(options.show)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

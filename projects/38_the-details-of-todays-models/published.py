@@ -1,0 +1,288 @@
+"""What makers of chapter 38's models published of their sizes, as data: one model for each recipe.
+
+build.py --show puts its own counts beside theirs.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model of a recipe that was published, and what its makers say of its size."""
+
+    name: str
+    vocab_size: int
+    shape: dict  # the fields of its config that the recipe leaves open
+    source: str  # where they say it
+    parameters: str  # as they write it: "46.7B"
+    inner: str | None = None  # those besides the embedding and the head
+    active: str | None = None  # those that a token uses
+
+
+PUBLISHED = {
+    "gpt2": Published(
+        "GPT-2",
+        50_257,
+        {"block_size": 1_024, "n_layers": 12, "n_heads": 12, "n_kv_heads": 12, "d_model": 768},
+        source="github.com/openai/gpt-2, DEVELOPERS.md (the paper says 117M)",
+        parameters="124M",
+    ),
+    "llama3": Published(
+        "Llama-3.1-8B",
+        128_256,
+        {
+            "block_size": 131_072,
+            "n_layers": 32,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "d_model": 4_096,
+            "d_hidden": 14_336,
+        },
+        source="huggingface.co/meta-llama/Llama-3.1-8B, model size",
+        parameters="8.03B",
+    ),
+    "mistral": Published(
+        "Mistral-7B-v0.1",
+        32_000,
+        {
+            "block_size": 32_768,
+            "n_layers": 32,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "d_model": 4_096,
+            "d_hidden": 14_336,
+        },
+        source="huggingface.co/mistralai/Mistral-7B-v0.1, model size",
+        parameters="7.24B",
+    ),
+    "qwen2": Published(
+        "Qwen2.5-7B",
+        152_064,
+        {
+            "block_size": 131_072,
+            "n_layers": 28,
+            "n_heads": 28,
+            "n_kv_heads": 4,
+            "d_model": 3_584,
+            "d_hidden": 18_944,
+        },
+        source="huggingface.co/Qwen/Qwen2.5-7B, model card",
+        parameters="7.61B",
+        inner="6.53B",
+    ),
+    "qwen3": Published(
+        "Qwen3-8B",
+        151_936,
+        {
+            "block_size": 40_960,
+            "n_layers": 36,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "d_head": 128,
+            "d_model": 4_096,
+            "d_hidden": 12_288,
+        },
+        source="huggingface.co/Qwen/Qwen3-8B, model card",
+        parameters="8.2B",
+        inner="6.95B",
+    ),
+    "olmo2": Published(
+        "OLMo-2-1124-7B",
+        100_352,
+        {
+            "block_size": 4_096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "n_kv_heads": 32,
+            "d_model": 4_096,
+            "d_hidden": 11_008,
+        },
+        source="huggingface.co/allenai/OLMo-2-1124-7B, model size",
+        parameters="7.30B",
+    ),
+    "gemma2": Published(
+        "Gemma-2-9B",
+        256_000,
+        {
+            "block_size": 8_192,
+            "n_layers": 42,
+            "n_heads": 16,
+            "n_kv_heads": 8,
+            "d_head": 256,
+            "d_model": 3_584,
+            "d_hidden": 14_336,
+        },
+        source="huggingface.co/google/gemma-2-9b, model size; Gemma 2 (2024), table 2",
+        parameters="9.24B",
+        inner="8,324,201,984",
+    ),
+    "gemma3": Published(
+        "Gemma-3-1B",
+        262_144,
+        {
+            "block_size": 32_768,
+            "n_layers": 26,
+            "n_heads": 4,
+            "n_kv_heads": 1,
+            "d_head": 256,
+            "d_model": 1_152,
+            "d_hidden": 6_912,
+            "window": 512,
+            "rope_scaling": None,
+        },
+        source="Gemma 3 (2025), table 1",
+        parameters="1000M",
+        inner="698M",
+    ),
+    "smollm3": Published(
+        "SmolLM3-3B",
+        128_256,
+        {
+            "block_size": 65_536,
+            "n_layers": 36,
+            "n_heads": 16,
+            "n_kv_heads": 4,
+            "d_model": 2_048,
+            "d_hidden": 11_008,
+        },
+        source="huggingface.co/HuggingFaceTB/SmolLM3-3B, model size",
+        parameters="3.08B",
+    ),
+    "granite": Published(
+        "Granite-3.1-2B",
+        49_152,
+        {
+            "block_size": 131_072,
+            "n_layers": 40,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "d_model": 2_048,
+            "d_hidden": 8_192,
+        },
+        source="huggingface.co/ibm-granite/granite-3.1-2b-base, model card",
+        parameters="2.5B",
+    ),
+    "cohere": Published(
+        "Command-R v01",
+        256_000,
+        {
+            "block_size": 131_072,
+            "n_layers": 40,
+            "n_heads": 64,
+            "n_kv_heads": 64,
+            "d_model": 8_192,
+            "d_hidden": 22_528,
+        },
+        source="huggingface.co/CohereForAI/c4ai-command-r-v01, model card",
+        parameters="35B",
+    ),
+    "mixtral": Published(
+        "Mixtral-8x7B-v0.1",
+        32_000,
+        {
+            "block_size": 32_768,
+            "n_layers": 32,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "d_model": 4_096,
+            "d_hidden": 14_336,
+            "n_experts": 8,
+            "top_k": 2,
+        },
+        source="mistral.ai/news/mixtral-of-experts",
+        parameters="46.7B",
+        active="12.9B",
+    ),
+    "qwen3-moe": Published(
+        "Qwen3-30B-A3B",
+        151_936,
+        {
+            "block_size": 40_960,
+            "n_layers": 48,
+            "n_heads": 32,
+            "n_kv_heads": 4,
+            "d_head": 128,
+            "d_model": 2_048,
+            "d_expert": 768,
+            "n_experts": 128,
+            "top_k": 8,
+        },
+        source="huggingface.co/Qwen/Qwen3-30B-A3B, model card",
+        parameters="30.5B",
+        active="3.3B",
+    ),
+    "olmoe": Published(
+        "OLMoE-1B-7B-0924",
+        50_304,
+        {
+            "block_size": 4_096,
+            "n_layers": 16,
+            "n_heads": 16,
+            "n_kv_heads": 16,
+            "d_model": 2_048,
+            "d_expert": 1_024,
+            "n_experts": 64,
+            "top_k": 8,
+        },
+        source="OLMoE (Muennighoff et al. 2024), table 1",
+        parameters="6.9B",
+        active="1.3B",
+    ),
+    "gpt-oss": Published(
+        "gpt-oss-20b",
+        201_088,
+        {
+            "block_size": 131_072,
+            "n_layers": 24,
+            "n_heads": 64,
+            "n_kv_heads": 8,
+            "d_head": 64,
+            "d_model": 2_880,
+            "d_expert": 2_880,
+            "n_experts": 32,
+            "top_k": 4,
+        },
+        source="gpt-oss model card, table 1 (its active parameters leave the embedding out)",
+        parameters="20.91B",
+        active="3.61B",
+    ),
+    "deepseek-v3": Published(
+        "DeepSeek-V3",
+        129_280,
+        {
+            "block_size": 163_840,
+            "n_layers": 61,
+            "n_heads": 128,
+            "n_kv_heads": 128,
+            "d_head": 192,
+            "d_rope": 64,
+            "d_value": 128,
+            "q_rank": 1_536,
+            "kv_rank": 512,
+            "d_model": 7_168,
+            "d_hidden": 18_432,
+            "d_expert": 2_048,
+            "n_dense_layers": 3,
+            "n_experts": 256,
+            "top_k": 8,
+            "n_groups": 8,
+            "top_groups": 4,
+        },
+        source="DeepSeek-V3 (2024), abstract",
+        parameters="671B",
+        active="37B",
+    ),
+    "nanochat": Published(
+        "nanochat d32",
+        65_536,
+        {
+            "block_size": 2_048,
+            "n_layers": 32,
+            "n_heads": 16,
+            "n_kv_heads": 16,
+            "d_model": 2_048,
+        },
+        source="huggingface.co/karpathy/nanochat-d32",
+        parameters="1.88B",
+    ),
+}
