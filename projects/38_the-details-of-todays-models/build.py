@@ -561,7 +561,7 @@ class PlainMLP(modern.ModernMLP):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) · up(x)) (Shazeer 2020, eqs. 5 and 6): GEGLU, SwiGLU."""
+    """down(activation(gate(x)) · up(x)) (Shazeer 2020, eq. 6): SwiGLU or GEGLU."""
 
     def __init__(self, cfg: DetailedConfig, d_hidden: int):
         super().__init__()
