@@ -229,6 +229,9 @@ def test_the_cache_by_hand(build):
         ({"layer_kinds": ("window",)}, "window is None"),
         ({"n_experts": 7, "n_groups": 2}, "7 experts don't make 2 equal groups"),
         ({"n_experts": 8, "n_groups": 2, "top_groups": 3}, "of which a token chooses 3"),
+        ({"rotated": 0.2}, "RoPE can't turn 3 of 16 channels in pairs"),
+        ({"rotated": 1.5}, "RoPE can't turn 24 of 16 channels in pairs"),
+        ({"attention": "latent", "d_rope": 18}, "RoPE can't turn 18 of 16 channels in pairs"),
     ],
 )
 def test_a_config_refuses_what_it_does_not_know(build, changes, said):

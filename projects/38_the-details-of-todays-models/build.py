@@ -114,10 +114,18 @@ class DetailedConfig(real.GroupedConfig):
                 f"{self.n_experts} experts don't make {self.n_groups} equal groups "
                 f"of which a token chooses {self.top_groups}"
             )
+        if self.position_type == "rope" and (self.n_turned % 2 or self.n_turned > self.head_dim):
+            channels = f"{self.n_turned} of {self.head_dim} channels"
+            raise ValueError(f"RoPE can't turn {channels} in pairs")
 
     @property
     def head_dim(self) -> int:
         return self.d_head or self.d_model // self.n_heads
+
+    @property
+    def n_turned(self) -> int:
+        """Channels of a head that RoPE turns."""
+        return self.d_rope if self.attention == "latent" else int(self.rotated * self.head_dim)
 
 
 def layer_config(cfg: DetailedConfig, layer: int) -> DetailedConfig:
@@ -154,6 +162,12 @@ LAYER_KINDS = {"full": full_layer, "window": window_layer, "no positions": blind
 # ---------------------------------------------------------------- norms
 
 
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / √(mean(x²) + eps) over the last axis, in float32 or better (chapter 07's RMSNorm)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+
+
 class GainPlusOne(modern.RMSNorm):
     """RMSNorm that multiplies by 1 + weight (Gemma): a weight that decays goes to a gain of 1."""
 
@@ -163,9 +177,7 @@ class GainPlusOne(modern.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C), in the dtype of x."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)  # (..., 1)
-        return (wide * scale * (1 + self.weight)).to(x.dtype)
+        return (unit_rms(x, self.eps) * (1 + self.weight)).to(x.dtype)
 
 
 class NoGain(nn.Module):
@@ -177,9 +189,7 @@ class NoGain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C), in the dtype of x."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self.eps)  # (..., 1)
-        return (wide * scale).to(x.dtype)
+        return unit_rms(x, self.eps).to(x.dtype)
 
 
 RMS_NORMS = {"w": modern.RMSNorm, "1 + w": GainPlusOne, "none": NoGain}
@@ -299,7 +309,7 @@ class YaRNScaling(RopeScaling):
 
 
 def yarn_length(factor: float) -> float:
-    """0.1 ln factor + 1 (Peng et al. 2023, eq. 22); a score, of two such vectors, has its square.
+    """0.1 ln factor + 1 (Peng et al. 2023, section 3.4); a score then has the square of it.
 
     The longer the text, the more keys share the softmax; larger scores make up for that.
     """
@@ -357,7 +367,7 @@ class GroupedAttention(gpt.CausalSelfAttention):
         n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # query, key and value heads together
         self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
         self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
-        self.n_turned = int(cfg.rotated * cfg.head_dim)  # channels of a head
+        self.n_turned = cfg.n_turned
         self.cos = None  # plain tensors, as in chapter 07: model.bfloat16() must not round them
         self.sin = None
 
@@ -454,14 +464,16 @@ class WidthNormAttention(GroupedAttention):
         return norm(wide).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
 
-class TurnedNormAttention(HeadNormAttention):
+class TurnedNormAttention(GroupedAttention):
     """A norm on each head's query and key after they are turned (nanochat).
 
     A turn changes no length. So without gains the order makes no difference; with gains it does.
     """
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return GroupedAttention.project(self, x)
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.q_norm = make_norm(cfg, cfg.head_dim)
+        self.k_norm = make_norm(cfg, cfg.head_dim)
 
     def heads(
         self, x: torch.Tensor, start: int = 0
@@ -498,7 +510,6 @@ class LatentAttention(GroupedAttention):
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
-        self.n_turned = cfg.d_rope
         self.d_content = cfg.head_dim - cfg.d_rope
         del self.qkv  # these take its place
         self.q_down = nn.Linear(cfg.d_model, cfg.q_rank, bias=cfg.bias)
@@ -838,7 +849,7 @@ RECIPES = {
         rope_scaling=Llama3Scaling(factor=8.0, trained=8_192),
     ),
     "mistral": recipe(
-        "Mistral 7B",
+        "Mistral 7B v0.1",
         "every layer sees a window of 4,096 positions",
         tied=False,
         layer_kinds=("window",),
