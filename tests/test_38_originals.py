@@ -352,6 +352,8 @@ EXPERTS = {"n_experts": 7, "top_k": 3}  # of two tokens, one or more experts get
 
 
 def mixtral() -> Original:
+    """The original's router multiplies in the dtype of the model, ours in float32: in bfloat16 they may choose
+    differently. So it is with the other originals that have experts, DeepSeek-V3 excepted."""
     settings = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "num_local_experts": 7,
@@ -400,7 +402,9 @@ def translate_gpt_oss(theirs: dict, cfg) -> dict:
 
 
 def gpt_oss() -> Original:
-    """The recipe's scaling is the original's default. Six times as large, gate and up go beyond the clamps at 7."""
+    """The original takes the softmax of the k largest logits; ours divides by their sum, which is the same.
+
+    The recipe's scaling is the original's default. Six times as large, gate and up go beyond the clamps at 7."""
     settings = {"num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 4}
     theirs = make_theirs("GptOss", THEIR_SIZES | settings)
     for layer in theirs.model.layers:

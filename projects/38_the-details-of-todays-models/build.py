@@ -153,7 +153,10 @@ def window_layer(cfg: DetailedConfig) -> dict:
 
 
 def blind_layer(cfg: DetailedConfig) -> dict:
-    """A layer that sees everything and turns nothing (NoPE; Kazemnejad et al. 2023)."""
+    """A layer that sees everything and turns nothing: NoPE (Kazemnejad et al. 2023).
+
+    Layers of both sorts in turn are Yang et al.'s (2025).
+    """
     return {"window": None, "position_type": "none"}
 
 

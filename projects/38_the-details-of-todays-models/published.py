@@ -273,16 +273,16 @@ PUBLISHED = {
         active="37B",
     ),
     "nanochat": Published(
-        "nanochat d32",
+        "nanochat d20",
         65_536,
         {
             "block_size": 2_048,
-            "n_layers": 32,
-            "n_heads": 16,
-            "n_kv_heads": 16,
-            "d_model": 2_048,
+            "n_layers": 20,
+            "n_heads": 10,
+            "n_kv_heads": 10,
+            "d_model": 1_280,
         },
-        source="huggingface.co/karpathy/nanochat-d32",
-        parameters="1.88B",
+        source="huggingface.co/sampathchanda/nanochat-d20, model card",
+        parameters="560,988,160",
     ),
 }
