@@ -218,6 +218,29 @@ def test_the_cache_by_hand(build):
     assert layer.n_cached == 576
 
 
+def test_keys_and_values_can_be_made_of_what_the_latent_cache_keeps(build):
+    """A text in three pieces: what each leaves in the cache, side by side, gives the keys and values of the whole."""
+    attention = make(build, small(build, "deepseek-v3")).blocks[0].attn
+    x = torch.randn(2, 9, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pieces = [attention.shorten(x[:, start:end], start) for start, end in ((0, 4), (4, 5), (5, 9))]
+    kept = [torch.cat(parts, dim=1) for parts in zip(*pieces)]
+    assert sum(part.shape[-1] for part in kept) == attention.n_cached
+    _, keys, values = attention.heads(x)
+    k, v = attention.lengthen(*kept)
+    torch.testing.assert_close(k, keys, rtol=0, atol=1e-12)
+    torch.testing.assert_close(v, values, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_can_be_read_in_pieces(build, name):
+    """Heads are made with the position where a piece begins, and mix() takes the queries for the last positions."""
+    attention = make(build, small(build, name)).blocks[0].attn
+    x = torch.randn(2, 9, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    first, last = attention.heads(x[:, :6]), attention.heads(x[:, 6:], start=6)
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(first[1:], last[1:]))
+    torch.testing.assert_close(attention.mix(last[0], keys, values), attention(x)[:, 6:], rtol=0, atol=1e-12)
+
+
 # ---------------------------------------------------------------- the config
 
 

@@ -397,7 +397,7 @@ class GroupedAttention(gpt.CausalSelfAttention):
         return self.cos, self.sin
 
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        """RoPE on the first channels of heads (B, heads, T, D) whose first position is `start`."""
+        """RoPE on the first channels of x (..., T, D), whose first position is `start`."""
         if self.cfg.position_type != "rope":
             return x
         cos, sin = self.tables(x)
@@ -528,21 +528,34 @@ class LatentAttention(GroupedAttention):
     def n_cached(self) -> int:
         return self.cfg.kv_rank + self.cfg.d_rope
 
+    def queries(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """x (B, T, C) -> queries (B, H, T, D): content first, then position."""
+        q = self.q_up(self.q_norm(self.q_down(x)))
+        q = q.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
+        content, place = q.split([self.d_content, self.n_turned], dim=-1)
+        return torch.cat((content, self.turn(place, start)), dim=-1)
+
+    def shorten(self, x: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a cache keeps of x (B, T, C): (B, T, kv_rank), and a turned key (B, T, d_rope)."""
+        latent, place = self.kv_down(x).split([self.cfg.kv_rank, self.n_turned], dim=-1)
+        return self.kv_norm(latent), self.turn(place, start)
+
+    def lengthen(
+        self, latent: torch.Tensor, place: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What shorten() made -> keys (B, H, T, D) and values (B, H, T, d_value)."""
+        kv = self.kv_up(latent).unflatten(2, (self.n_heads, -1)).transpose(1, 2)
+        content, v = kv.split([self.d_content, self.cfg.d_value], dim=-1)
+        place = place[:, None].expand(-1, self.n_heads, -1, -1)  # one for all heads
+        return torch.cat((content, place), dim=-1), v
+
     def heads(
         self, x: torch.Tensor, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries and keys (B, H, T, D), values (B, H, T, d_value)."""
-        cfg = self.cfg
-        q = self.q_up(self.q_norm(self.q_down(x)))
-        q = q.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
-        q_content, q_place = q.split([self.d_content, cfg.d_rope], dim=-1)
-        latent, k_place = self.kv_down(x).split([cfg.kv_rank, cfg.d_rope], dim=-1)
-        kv = self.kv_up(self.kv_norm(latent)).unflatten(2, (self.n_heads, -1)).transpose(1, 2)
-        k_content, v = kv.split([self.d_content, cfg.d_value], dim=-1)
-        k_place = self.turn(k_place[:, None], start)  # (B, 1, T, d_rope): one for all heads
-        k_place = k_place.expand(-1, self.n_heads, -1, -1)
-        q = torch.cat((q_content, self.turn(q_place, start)), dim=-1)
-        k = torch.cat((k_content, k_place), dim=-1)
+        q = self.queries(x, start)
+        latent, place = self.shorten(x, start)
+        k, v = self.lengthen(latent, place)
         return q, k, v
 
 
