@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shared import files
 from shared.cli import Plan
 from shared.runs import Result, losses_of
-from shared.verdict import paired_difference
+from shared.verdict import against
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,12 +107,14 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     figure = new_figure(9, 1.2 + 0.6 * len(others))
     axes = figure.subplots()
     axes.axvline(0, color="0.5", linewidth=1)
+    losses_by_name = {name: losses_of(results, name) for name in plan.names}
+    baseline = losses_by_name[plan.baseline]
+    found = against(plan.baseline, losses_by_name)
     for row, variant in enumerate(others):
-        losses = losses_of(results, variant)
-        baseline = losses_of(results, plan.baseline)
-        difference = paired_difference(losses, baseline)
-        if difference is None:
+        if variant not in found:
             continue
+        losses = losses_by_name[variant]
+        difference, judged = found[variant]
         colour = COLOURS[1 + row]
         for seed in losses.keys() & baseline.keys():
             gap = losses[seed] - baseline[seed]
@@ -127,7 +129,7 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
             markersize=6,
         )
         axes.annotate(
-            f"{difference}\n{difference.verdict}",
+            f"{difference}\n{judged.said}",
             (1.02, row),
             xycoords=("axes fraction", "data"),
             va="center",

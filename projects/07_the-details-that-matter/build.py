@@ -353,7 +353,7 @@ PRESETS = {
         TrainingSettings(observe_every=50),
         corpus="docs",
         tokenizer="char",
-        seeds=3,
+        seeds=6,
     ),
     "full": Preset(
         ModernConfig(block_size=256, n_layers=6, n_heads=6, d_model=384),
