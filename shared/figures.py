@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shared import files
 from shared.cli import Plan
 from shared.runs import Result, losses_of
-from shared.verdict import against
+from shared.verdict import DELTA, against
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,6 +106,7 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     others = plan.names[1:]
     figure = new_figure(9, 1.2 + 0.6 * len(others))
     axes = figure.subplots()
+    axes.axvspan(-DELTA, DELTA, color="0.93", linewidth=0)  # here a difference is no news
     axes.axvline(0, color="0.5", linewidth=1)
     losses_by_name = {name: losses_of(results, name) for name in plan.names}
     baseline = losses_by_name[plan.baseline]
@@ -139,7 +140,7 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     axes.set_ylim(len(others) - 0.35, -0.6)
     axes.set_xlabel("validation loss minus the baseline's, nats per token (left of 0: better)")
     axes.set_title(
-        f"Paired differences to {plan.baseline}: seeds, mean, 95 % interval",
+        f"Paired differences to {plan.baseline}: seeds, mean, 95 % interval (grey: equal)",
         loc="left",
         fontsize=11,
     )
