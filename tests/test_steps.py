@@ -34,6 +34,13 @@ def test_step_keeps_to_its_form(step):
     assert "cli.run_step(main, __doc__)" in text and "return checks.report()" in text
 
 
+@pytest.mark.parametrize("folder", [chapters.PROJECTS, chapters.PROJECTS.parent / "shared"], ids=lambda f: f.name)
+def test_no_line_of_code_is_wider_than_100_columns(folder):
+    files = sorted(folder.glob("**/*.py"))
+    wide = [f"{f.name}:{n}" for f in files for n, line in enumerate(f.read_text(encoding="utf-8").split("\n"), 1) if len(line) > 100]
+    assert len(files) > 10 and not wide
+
+
 @EACH_CHAPTER
 def test_steps_are_numbered_without_a_gap(folder):
     numbers = [int(step.name[5:7]) for step in STEPS if step.parent == folder]

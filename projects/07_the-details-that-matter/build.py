@@ -429,8 +429,8 @@ def stream_table(results: list[runs.Result]) -> Table:
 
 
 SCOPE = (
-    "At one shared rate a comparison also measures which model that rate suits: at a rate that falls "
-    "to 0, SwiGLU was higher than GELU. The README has the command."
+    "At one shared rate a comparison also measures which model that rate suits: at a rate that "
+    "falls to 0, SwiGLU was higher than GELU. The README has the command."
 )
 
 
