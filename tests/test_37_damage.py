@@ -361,6 +361,32 @@ TEMPLATES = {
         "{{ '<|im_start|>assistant\\n' }}",
         ["<|im_start|>", "<|im_end|>"],
     ),
+    "ChatML, an instruction with quotes": (
+        "{% for m in messages %}{% if loop.first %}{{ '<|im_start|>system\nIt\\'s \"kind\".\\tYes.<|im_end|>\n' }}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}",
+        ["<|im_start|>", "<|im_end|>"],
+    ),
+    "ChatML, a system message of one's own": (
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}",
+        ["<|im_start|>", "<|im_end|>"],
+    ),
+    "ChatML, one's own or an instruction": (
+        "{%- if messages[0]['role'] == 'system' %}"
+        '{{- "<|im_start|>system\\n" + messages[0]["content"] + "<|im_end|>\\n" }}'
+        '{%- else %}{{- "<|im_start|>system\\nIt\'s you.<|im_end|>\\n" }}{%- endif %}'
+        "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%- endfor %}"
+        "{{- '<|im_start|>assistant\n' }}",
+        ["<|im_start|>", "<|im_end|>"],
+    ),
+    "ChatML, tokens within others": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}",
+        ["<|im", "<|im_start|>", "<|im_end|>"],
+    ),
     "ChatML alone": (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{{ '<|im_start|>assistant\n' }}",

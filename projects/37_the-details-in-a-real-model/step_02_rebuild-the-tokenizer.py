@@ -109,7 +109,8 @@ class Tokenizer:
         if first:
             form = self.form.opening + form
             ids += self.start
-        names = "|".join(re.escape(name) for name in self.special)
+        longest_first = sorted(self.special, key=len, reverse=True)  # one may begin another
+        names = "|".join(map(re.escape, longest_first))
         for piece in re.split(f"({names})", form):
             if piece in self.special:
                 ids.append(self.special[piece])
