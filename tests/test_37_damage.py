@@ -118,6 +118,13 @@ FIELDS = {
     "merges as numbers": (words("merges", [1, 2]), "no whole vocabulary"),
     "a token without letters": (lambda small: small.tokens.__setitem__(9, ""), "it has a token without a letter"),
     "a template as number": (other("tokenizer.chat_template", 3), "tokenizer.chat_template is 3, and must be a text"),
+    "a token twice": (lambda small: small.tokens.__setitem__(5, small.tokens[6]), "it lists the token % twice"),
+    "a special token twice": (lambda small: small.tokens.__setitem__(1, "<|im_start|>"), "token <|im_start|> twice"),
+    "a merge without a space": (words("merges", ["ab", "ab c", "d e"]), "its merge ab is not of two of its tokens"),
+    "a merge of three": (words("merges", ["a b", "a b c", "d e"]), "its merge a b c is not of two of its tokens"),
+    "a merge of what is no token": (words("merges", ["a b", "a bc", "d e"]), "merge a bc is not of two of its tokens"),
+    "a token that no merge makes": (words("merges", ["a b", "d e"]), "no merge makes its token abc"),
+    "a first token without a number": (other("tokenizer.ggml.add_bos_token", True), "a first token, and doesn't say which"),
     "aligned as text": (other("general.alignment", "wide"), "general.alignment is wide, no multiple of 8"),
     "aligned to 0": (other("general.alignment", 0), "general.alignment is 0, no multiple of 8"),
     "aligned to 7": (other("general.alignment", 7), "general.alignment is 7, no multiple of 8"),
@@ -141,6 +148,26 @@ def test_an_alignment_below_0_is_refused(small, tmp_path, value):
     signed = field[:-4] + struct.pack("<I", 5)  # the same field, of a kind with a sign
     path.write_bytes(raw.replace(field + struct.pack("<I", 32), signed + struct.pack("<i", value)))
     assert f"general.alignment is {value}, no multiple of 8" in refusal(path)
+
+
+@pytest.mark.parametrize("kind", [-1, 0, 4, 6, 7])
+def test_a_token_of_a_type_that_we_treat_like_no_other_is_refused(small, tmp_path, kind):
+    """Type 4 is a user's own token, which stands for its name in every text; 6 is a byte of another kind of tokenizer."""
+    path = small.write(tmp_path / "small.gguf")
+    name = b"tokenizer.ggml.token_type"
+    raw = bytearray(path.read_bytes())
+    first = raw.index(name) + len(name) + 4 + 4 + 8  # the kind of the field, of its entries, and their number
+    assert struct.unpack_from("<i", raw, first) == (3,)
+    struct.pack_into("<i", raw, first, kind)
+    path.write_bytes(raw)
+    assert f"tokens of type {kind}, and we know 1, 2, 3 and 5" in refusal(path)
+
+
+def test_a_field_that_is_there_twice_is_refused(small, tmp_path):
+    small.more["llama.block_kount"] = 1
+    path = small.write(tmp_path / "small.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama.block_kount", b"llama.block_count"))
+    assert "it holds llama.block_count twice" in refusal(path)
 
 
 def test_weights_that_are_no_numbers_are_refused(small, tmp_path):

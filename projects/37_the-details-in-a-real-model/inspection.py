@@ -6,8 +6,10 @@ to understand the chapter. `file` is build.py's WeightsFile.
 """
 
 import math
+import os
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ import torch
 LLAMA = "llama."
 VOCABULARY = "tokenizer.ggml."
 MOST_TOKENS = 2**20
+TYPES = {1, 2, 3, 5}  # of tokens: ordinary, unknown, steering, unused
+LARGEST_LOGIT = 1e30
 
 
 def plausible(count: int) -> int:
@@ -219,13 +223,28 @@ def check_vocabulary(file, patterns: dict[str, str], letters: dict[str, int], no
         token = field(f"{name}_token_id")
         if token is not None and token >= len(tokens):
             raise file.refusal(f"its {name} token is number {token:,} of {len(tokens):,}")
+    if field("add_bos_token") and field("bos_token_id") is None:
+        raise file.refusal("it wants a first token, and doesn't say which")
+    strange = set(marks) - TYPES
+    if strange:
+        raise file.refusal(f"it has tokens of type {min(strange)}, and we know 1, 2, 3 and 5")
+    if len(set(tokens)) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise file.refusal(f"it lists the token {short(twice)} twice")
     if "" in tokens:
         raise file.refusal("it has a token without a letter")
     ids = {token: i for i, token in enumerate(tokens) if marks[i] == normal}
+    for merge in field("merges"):
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids:
+            raise file.refusal(f"its merge {short(merge)} is not of two of its tokens")
     # tiktoken merges the pair with the lowest id first: the ids must rise along the list of merges.
     made = [ids.get(merge.replace(" ", ""), -1) for merge in field("merges")]
     if -1 in made or made != sorted(made):
         raise file.refusal("its tokens are not numbered in the order of their merges")
+    for token in set(ids.values()).difference(made):
+        if len(tokens[token]) > 1:  # tiktoken would make it all the same
+            raise file.refusal(f"no merge makes its token {short(tokens[token])}")
     unknown = set("".join(ids)) - letters.keys()
     if unknown:
         some = "".join(sorted(unknown)[:9])
