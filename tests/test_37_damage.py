@@ -175,6 +175,84 @@ def test_weights_that_are_no_numbers_are_refused(small, tmp_path):
     assert "blk.1.ffn_up.weight holds numbers that are not finite" in refusal(small.write(tmp_path / "nan.gguf"))
 
 
+def test_a_tensor_without_a_number_is_refused(small, tmp_path):
+    small.tensors["token_embd.weight"] = np.zeros((0, D_MODEL), np.float32)
+    assert "tensor token_embd.weight of shape (0, 96) holds no number" in refusal(small.write(tmp_path / "empty.gguf"))
+
+
+ODD_BLOCKS = {  # infinity times 0, and a power of 2 that float32 doesn't hold
+    gguf.GGMLQuantizationType.Q5_0: b"\0\x7c" + 4 * b"\xff" + bytes(16),
+    gguf.GGMLQuantizationType.MXFP4: 17 * b"\xff",
+}
+
+
+@pytest.mark.parametrize("packing", ODD_BLOCKS)
+def test_packed_numbers_that_are_none_are_refused_without_a_warning(small, tmp_path, packing, recwarn):
+    numbers = np.frombuffer(ODD_BLOCKS[packing] * (D_MODEL * D_MODEL // 32), np.uint8)
+    name = "blk.0.attn_q.weight"
+    file = chapters.load_build(37).WeightsFile(small.write(tmp_path / "small.gguf"))
+    file.raw = numbers
+    file.tensors[name] = file.tensors[name]._replace(packing=packing, start=0, n_bytes=len(numbers))
+    assert not file.read(name).isfinite().any()
+    assert not recwarn.list
+
+
+def overflowing(small):
+    small.tensors["output_norm.weight"] *= 1e36
+
+
+def not_a_number(small):
+    small.fields["attention.layer_norm_rms_epsilon"] = 0.0
+    small.tensors["token_embd.weight"][:] = 0  # so RMSNorm divides 0 by 0
+
+
+@pytest.mark.parametrize("damage", [overflowing, not_a_number])
+@pytest.mark.parametrize("flags", [["--prompt", "abc"], ["--prompt", "abc", "--temperature", "1"], []])
+def test_a_model_whose_numbers_overflow_is_refused(small, tmp_path, damage, flags):
+    damage(small)
+    path = small.write(tmp_path / "small.gguf")
+    (tmp_path / "text.txt").write_text("abc de " * 100, encoding="utf-8")
+    common = ["--weights", str(path), "--tokens", "4", "--output-dir", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="can't be used: what it makes of a text are no numbers"):
+        chapters.load_build(37).main([*common, "--data", str(tmp_path / "text.txt"), *flags])
+
+
+def test_a_perplexity_may_be_too_large_to_write(small, tmp_path, capsys):
+    small.tensors["token_embd.weight"] *= 1e5
+    path = small.write(tmp_path / "small.gguf")
+    (tmp_path / "text.txt").write_text("abc de " * 100, encoding="utf-8")
+    flags = ["--weights", str(path), "--tokens", "4", "--full", "--device", "cpu", "--output-dir", str(tmp_path / "out")]
+    assert chapters.load_build(37).main([*flags, "--data", str(tmp_path / "text.txt")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"perplexity on \d+ tokens +inf\n", out) and re.search(r"\n *32 +\d+\.\d+ +inf", out)
+
+
+# ---------------------------------------------------------------- odd texts
+
+
+@pytest.mark.parametrize("blank", [" ", "\n"])
+def test_a_text_of_blanks_is_read(small, tmp_path, blank):
+    _, tokenizer, _ = load(small.write(tmp_path / "small.gguf"))
+    text = "a" + 1_000_000 * blank + "b"
+    assert tokenizer.encoding.decode(tokenizer.encode(text)) == text
+
+
+def test_a_file_may_have_any_name(small, tmp_path, capsys):
+    path = small.write(tmp_path / os.fsdecode(b"\xff.gguf"))
+    text = tmp_path / os.fsdecode(b"\xfe.txt")
+    text.write_text("abc de " * 100, encoding="utf-8")
+    flags = ["--weights", str(path), "--data", str(text), "--tokens", "4", "--output-dir", str(tmp_path / "out")]
+    assert chapters.load_build(37).main(flags) == 0
+    log = (tmp_path / "out" / "run_log.txt").read_text(encoding="utf-8")
+    assert "file    \\xff.gguf, " in log and f"text    {tmp_path}/\\xfe.txt\n" in log
+
+
+def test_one_position_holds_no_question_and_its_answer(small, tmp_path):
+    path = small.write(tmp_path / "small.gguf")
+    with pytest.raises(UserError, match="--context 1 holds no question and an answer; give 2 or more"):
+        chapters.load_build(37).main(["--weights", str(path), "--context", "1", "--prompt", "a"])
+
+
 # ---------------------------------------------------------------- where tensors lie
 
 

@@ -105,6 +105,7 @@ class WeightsFile:
             raise self.refusal(f"it is truncated: {why}")
         return StoredTensor(shape, packing, start, n_bytes)
 
+    @np.errstate(all="ignore")  # load_model() refuses what is no number
     def read(self, name: str) -> torch.Tensor:
         """The tensor called `name`, unpacked to float32."""
         stored = self.tensors[name]
@@ -678,10 +679,15 @@ def measure(model: RealGPT, ids: torch.Tensor, full: bool) -> dict:
     return found
 
 
+def perplexity(loss: float) -> float:
+    """e to the loss, or infinity where that is more than a float holds."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
 def tables(found: dict, ids: torch.Tensor) -> list[str | Table]:
     """What was measured, as a person reads it."""
     rows = [
-        [f"perplexity on {found['n_evaluated']:,} tokens", f"{math.exp(found['loss']):.3f}"],
+        [f"perplexity on {found['n_evaluated']:,} tokens", f"{perplexity(found['loss']):.3f}"],
         ["their mean loss, nats a token", f"{found['loss']:.4f}"],
         ["reading, tokens a second", f"{found['reading']:.0f}"],
         ["writing, tokens a second", f"{found['writing']:.1f}"],
@@ -692,7 +698,7 @@ def tables(found: dict, ids: torch.Tensor) -> list[str | Table]:
     if "by_context" in found:
         rows = []
         for length, loss in found["by_context"].items():
-            rows.append([f"{length:,}", f"{loss:.4f}", f"{math.exp(loss):.3f}"])
+            rows.append([f"{length:,}", f"{loss:.4f}", f"{perplexity(loss):.3f}"])
         blocks.append(f"All {len(ids) - 1:,} tokens, read in windows:")
         blocks.append(Table(["window", "loss", "perplexity"], rows))
     return blocks
@@ -807,6 +813,9 @@ def main(argv: list[str] | None = None) -> int:
         raise file.refusal(
             f"it has {tokenizer.n_tokens:,} tokens and embeddings for {model.vocab_size:,}"
         )
+    model.lm_head.register_forward_hook(
+        lambda head, states, logits: inspection.check_logits(file, logits)
+    )
     if options.tokens is None:
         options.tokens = min(256, block_size // 2)
     if options.tokens >= block_size:

@@ -178,6 +178,9 @@ def check_tensor(file, name: str, shape: tuple[int, ...]) -> None:
 def check_places(file) -> None:
     """UserError if a tensor lies off the file's alignment, or begins within another one."""
     multiple = alignment(file.metadata)
+    for name, stored in file.tensors.items():
+        if not stored.n_bytes:
+            raise file.refusal(f"tensor {name} of shape {stored.shape} holds no number")
     behind = 0  # where the last tensor ends
     for name, stored in sorted(file.tensors.items(), key=lambda item: item[1].start):
         where = f"tensor {name} begins at byte {stored.start:,}"
@@ -194,6 +197,14 @@ def check_numbers(file, places: dict[str, torch.Tensor]) -> None:
         # One NaN or infinity makes the sum one, and a sum takes a tenth of the time.
         if not place.sum().isfinite() and not place.isfinite().all():
             raise file.refusal(f"its tensor {name} holds numbers that are not finite")
+
+
+def check_logits(file, logits: torch.Tensor) -> None:
+    """UserError if a model's logits are NaN, infinite, or too large to reckon with."""
+    if logits.numel():
+        low, high = logits.aminmax()
+        if not (-LARGEST_LOGIT < low and high < LARGEST_LOGIT):  # so NaN is refused, too
+            raise file.refusal("what it makes of a text are no numbers, or far too large ones")
 
 
 def check_vocabulary(file, patterns: dict[str, str], letters: dict[str, int], normal: int) -> None:
