@@ -1,6 +1,7 @@
 """Chapter 37: what a weights file says of itself is believed only after a look."""
 
 import math
+import os
 import re
 import struct
 import sys
@@ -8,6 +9,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import gguf
 import jinja2
 import numpy as np
 import pytest

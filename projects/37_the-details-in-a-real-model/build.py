@@ -268,7 +268,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name stays text. UserError for a byte without token."""
-        ids = self.encoding.encode_ordinary(text)
+        ids = []
+        for piece in data.pieces_of(text):  # tiktoken fails at very many blanks in a row
+            ids += self.encoding.encode_ordinary(piece)
         for i in ids:
             if i >= self.n_tokens:
                 byte = self.unsayable[i - self.n_tokens]
@@ -729,13 +731,14 @@ def hashes(file: WeightsFile, text: str) -> dict[str, str]:
 def setting(file: WeightsFile, model: RealGPT, known: dict[str, str], options) -> str:
     """What is run on what; `known` are its hashes()."""
     cfg = model.cfg
-    name = inspection.one_line(file.metadata.get("general.name", file.path.name), 60)
+    file_name = inspection.as_unicode(file.path.name)
+    name = inspection.one_line(file.metadata.get("general.name", file_name), 60)
     lines = [
         f"model   {name}: {gpt.count_parameters(model):,} parameters, {cfg.n_layers} layers,",
         f"        d_model {cfg.d_model}, {cfg.n_heads} query heads on {cfg.n_kv_heads} key heads",
-        f"file    {file.path.name}, {len(file.raw):,} bytes",
+        f"file    {file_name}, {len(file.raw):,} bytes",
         f"        SHA-256 {known['weights_sha256']}",
-        f"text    {options.data or 'documentation of torch'}",
+        f"text    {inspection.as_unicode(options.data or 'documentation of torch')}",
         f"        SHA-256 {known['text_sha256']}",
         f"device  {options.device}, threads: {torch.get_num_threads()}, float32",
     ]

@@ -50,6 +50,8 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.chat and sys.stdin is None:
         raise UserError("--chat reads from standard input, which is closed")
+    if options.context < 2:
+        raise UserError("--context 1 holds no question and an answer; give 2 or more")
     if options.output_dir is not None:
         options.output_dir = Path(options.output_dir)
     options.device = cli.resolve_device(options.device, "full" if options.full else "tiny")

@@ -277,6 +277,11 @@ def rope_factor(file) -> float:
     return file.metadata.get("llama.rope.scaling.factor", older)
 
 
+def as_unicode(name: str) -> str:
+    """The name of a file, which needn't be UTF-8, with what isn't written as in \\xff."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def short(value: object) -> str:
     """A value as it stands in a refusal."""
     if isinstance(value, list):
