@@ -244,7 +244,7 @@ def test_a_file_without_chat_tokens_continues_and_does_not_chat(small, tmp_path,
     ],
 )
 def test_a_wrong_flag_is_one_sentence(small, tmp_path, flags, says):
-    small.tokens[small.tokens.index(chr(256 + 4))] = "<|rare|>"  # in the place of byte 4's token
+    small.tokens[small.tokens.index(chr(256 + 4))] = "<xx>"  # a special one in the place of byte 4's token
     path = small.write(tmp_path / "small.gguf")
     with pytest.raises(UserError) as error:
         chapters.load_build(37).main(["--weights", str(path), "--output-dir", str(tmp_path), *flags])
