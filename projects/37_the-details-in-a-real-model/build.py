@@ -816,6 +816,7 @@ def main(argv: list[str] | None = None) -> int:
         raise file.refusal(
             f"it has {tokenizer.n_tokens:,} tokens and embeddings for {model.vocab_size:,}"
         )
+    # Numbers that overflow within the model would end in nonsense, or in an error while it writes.
     model.lm_head.register_forward_hook(
         lambda head, states, logits: inspection.check_logits(file, logits)
     )
