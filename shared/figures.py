@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared import files
+from shared import files, runs
 from shared.cli import Plan
 from shared.runs import Result, losses_of
-from shared.verdict import DELTA, against
+from shared.verdict import DELTA
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,13 +108,12 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     axes = figure.subplots()
     axes.axvspan(-DELTA, DELTA, color="0.93", linewidth=0)  # here a difference is no news
     axes.axvline(0, color="0.5", linewidth=1)
-    losses_by_name = {name: losses_of(results, name) for name in plan.names}
-    baseline = losses_by_name[plan.baseline]
-    found = against(plan.baseline, losses_by_name)
+    baseline = losses_of(results, plan.baseline)
+    found = runs.differences(plan, results)
     for row, variant in enumerate(others):
         if variant not in found:
             continue
-        losses = losses_by_name[variant]
+        losses = losses_of(results, variant)
         difference, judged = found[variant]
         colour = COLOURS[1 + row]
         for seed in losses.keys() & baseline.keys():

@@ -281,19 +281,13 @@ def environment_record(plan: Plan) -> dict:
 # ---------------------------------------------------------------- what came out
 
 
-def differences(plan: Plan, results: list[Result]) -> dict[str, tuple[Interval, Verdict]]:
-    """By variant, its validation loss minus the baseline's, and what may be said of it."""
-    losses = {name: runs.losses_of(results, name) for name in plan.names}
-    return verdict.against(plan.baseline, losses)
-
-
 def comparison_table(plan: Plan, results: list[Result]) -> Table:
     """One row a variant: its size, its losses, how it differs from the baseline, its time."""
     several = len(plan.variants) > 1
     headers = [*plan.variants[0].labels, "params", "train", "valid"]
     headers += ["difference", "verdict"] if several else []
     headers.append("ms/step")
-    found = differences(plan, results)
+    found = runs.differences(plan, results)
     rows = []
     for variant in plan.variants:
         name = variant.name
@@ -343,7 +337,7 @@ def finding(plan: Plan, results: list[Result], leave_out: str = "") -> str | Non
     None without a finished pair. `leave_out` is a variant whose loss doesn't compare.
     """
     said = {answer: [] for answer in verdict.ANSWERS}
-    for name, (difference, judged) in differences(plan, results).items():
+    for name, (difference, judged) in runs.differences(plan, results).items():
         needed = f", about {judged.needed} seeds needed" if judged.needed else ""
         if name != leave_out:
             said[judged.said].append(f"{name} ({difference}{needed})")
@@ -366,7 +360,7 @@ def finding(plan: Plan, results: list[Result], leave_out: str = "") -> str | Non
 
 def record(plan: Plan, results: list[Result]) -> dict:
     """Everything as plain data, for results.json."""
-    found = differences(plan, results)
+    found = runs.differences(plan, results)
     return {
         "title": plan.title,
         "complete": len(results) == plan.n_runs and not any(r.error for r in results),

@@ -95,16 +95,16 @@ def verdicts(found: list[Interval]) -> list[Verdict]:
     Holm: the surest of K answers must hold at a level of 1 - 0.05/K, the next at 1 - 0.05/(K - 1),
     and so on; at the first that doesn't, this one and those after it get no answer.
     """
-    order = sorted(range(len(found)), key=lambda i: min(found[i].chances().values()))
+    chances = [difference.chances() for difference in found]
+    order = sorted(range(len(found)), key=lambda i: min(chances[i].values()))
     said: dict[int, Verdict] = {}
     answered = True
     for rank, i in enumerate(order):
         level = LEVEL / (len(found) - rank)
-        chances = found[i].chances()
-        answered = answered and min(chances.values()) <= level
+        answered = answered and min(chances[i].values()) <= level
         if not answered:
             said[i] = Verdict("can't tell", seeds_needed(found[i], level))
-        elif chances["equal"] <= level:
+        elif chances[i]["equal"] <= level:
             said[i] = Verdict("equal")
         else:
             said[i] = Verdict("lower" if found[i].mean < 0 else "higher")

@@ -22,24 +22,7 @@ from shared.console import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_weights import CONTEXT, D_MODEL, N_HEADS, SmallFile  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def real():
-    """Chapter 37's build.py."""
-    return chapters.load_build(37)
-
-
-@pytest.fixture
-def small(real):
-    return SmallFile(real.byte_letters())
-
-
-def load(path):
-    build = chapters.load_build(37)
-    file = build.WeightsFile(path)
-    return file, build.Tokenizer(file), build.load_model(file)
+from small_weights import CONTEXT, D_MODEL, N_HEADS, SmallFile, load, small  # noqa: E402, F401: a fixture among them
 
 
 def refusal(path) -> str:

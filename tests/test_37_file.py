@@ -16,27 +16,20 @@ from shared.console import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_weights import CONTEXT, D_MODEL, HIDDEN, LAYERS, MERGES, N_HEADS, N_KV, SmallFile  # noqa: E402
+from small_weights import (  # noqa: E402, F401: a fixture among them
+    CONTEXT,
+    D_MODEL,
+    HIDDEN,
+    LAYERS,
+    MERGES,
+    N_HEADS,
+    N_KV,
+    load,
+    small,
+)
 
 FOLDER = chapters.chapter_folder(37)
 BUILD = FOLDER / "build.py"
-
-
-@pytest.fixture(scope="module")
-def real():
-    """Chapter 37's build.py."""
-    return chapters.load_build(37)
-
-
-@pytest.fixture
-def small(real):
-    return SmallFile(real.byte_letters())
-
-
-def load(path):
-    build = chapters.load_build(37)
-    file = build.WeightsFile(path)
-    return file, build.Tokenizer(file), build.load_model(file)
 
 
 # ---------------------------------------------------------------- files that are as they should be

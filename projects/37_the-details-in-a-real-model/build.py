@@ -264,7 +264,7 @@ class Tokenizer:
         )
         self.form = conversation.find_form(file, self.special)  # None: the model knows no chat
         self.start = conversation.find_start(file)  # ids before a text, mostly none
-        self.ends = conversation.find_ends(file, self.special)  # each of these ends an answer
+        self.ends = conversation.find_ends(file, self.special, self.form)  # each ends an answer
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name stays text. UserError for a byte without token."""
@@ -731,14 +731,14 @@ def hashes(file: WeightsFile, text: str) -> dict[str, str]:
 def setting(file: WeightsFile, model: RealGPT, known: dict[str, str], options) -> str:
     """What is run on what; `known` are its hashes()."""
     cfg = model.cfg
-    file_name = inspection.as_unicode(file.path.name)
+    file_name = files.as_unicode(file.path.name)
     name = inspection.one_line(file.metadata.get("general.name", file_name), 60)
     lines = [
         f"model   {name}: {gpt.count_parameters(model):,} parameters, {cfg.n_layers} layers,",
         f"        d_model {cfg.d_model}, {cfg.n_heads} query heads on {cfg.n_kv_heads} key heads",
         f"file    {file_name}, {len(file.raw):,} bytes",
         f"        SHA-256 {known['weights_sha256']}",
-        f"text    {inspection.as_unicode(options.data or 'documentation of torch')}",
+        f"text    {files.as_unicode(options.data or 'documentation of torch')}",
         f"        SHA-256 {known['text_sha256']}",
         f"device  {options.device}, threads: {torch.get_num_threads()}, float32",
     ]

@@ -142,11 +142,10 @@ def find_start(file) -> list[int]:
     return [first] if wanted and first is not None else []
 
 
-def find_ends(file, special: dict[str, int]) -> set[int]:
+def find_ends(file, special: dict[str, int], form: ChatForm | None) -> set[int]:
     """The ids that end an answer: of a text, a turn, a message, and what the chat's form names."""
     names = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
     ends = {file.metadata[name] for name in names if name in file.metadata}
-    form = find_form(file, special)
     if form:
         ends.add(special[form.end])
     return ends

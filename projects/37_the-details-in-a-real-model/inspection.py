@@ -6,7 +6,6 @@ to understand the chapter. `file` is build.py's WeightsFile.
 """
 
 import math
-import os
 import re
 import sys
 from collections import Counter
@@ -98,7 +97,7 @@ FIELDS = {
     "tokenizer.ggml.eom_token_id": ID,
     "tokenizer.ggml.add_bos_token": Rule(bool),
 }
-# What our blocks can't vary: another value is refused. (Only experts are not used: no experts.)
+# What our blocks can't vary: another value is refused.
 FIXED = {
     "llama.expert_count": 0,
     "llama.expert_used_count": 0,
@@ -275,11 +274,6 @@ def rope_factor(file) -> float:
         raise file.refusal(f"its llama.rope.scaling.type is {short(kind)}; we know none and linear")
     older = file.metadata.get("llama.rope.scale_linear", 1.0)
     return file.metadata.get("llama.rope.scaling.factor", older)
-
-
-def as_unicode(name: str) -> str:
-    """The name of a file, which needn't be UTF-8, with what isn't written as in \\xff."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def short(value: object) -> str:

@@ -86,7 +86,7 @@ class Tokenizer:
         )
         self.form = conversation.find_form(file, self.special)  # None: the model knows no chat
         self.start = conversation.find_start(file)  # ids before a text, mostly none
-        self.ends = conversation.find_ends(file, self.special)  # each of these ends an answer
+        self.ends = conversation.find_ends(file, self.special, self.form)  # each ends an answer
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name stays text. UserError for a byte without token."""
