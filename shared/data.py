@@ -18,7 +18,7 @@ from pathlib import Path
 import tiktoken
 import torch
 
-from shared import console
+from shared import console, files
 from shared.console import UserError
 
 TOKENIZERS = ("char", "bpe4k", "r50k_base")
@@ -260,8 +260,7 @@ def load_corpus(source: str | Path, tokenizer: str, block_size: int) -> Corpus:
     """
     names = []
     if isinstance(source, Path):
-        # A file name needn't be UTF-8; results must be.
-        name = os.fsencode(source).decode("utf-8", "backslashreplace")
+        name = files.as_unicode(source)
         texts = texts_at(source)
     elif source == "docs":
         name = "the documentation strings of torch"

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared import files
+from shared import files, runs
 from shared.cli import Plan
 from shared.runs import Result, losses_of
-from shared.verdict import paired_difference
+from shared.verdict import DELTA
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,13 +106,15 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     others = plan.names[1:]
     figure = new_figure(9, 1.2 + 0.6 * len(others))
     axes = figure.subplots()
+    axes.axvspan(-DELTA, DELTA, color="0.93", linewidth=0)  # here a difference is no news
     axes.axvline(0, color="0.5", linewidth=1)
+    baseline = losses_of(results, plan.baseline)
+    found = runs.differences(plan, results)
     for row, variant in enumerate(others):
-        losses = losses_of(results, variant)
-        baseline = losses_of(results, plan.baseline)
-        difference = paired_difference(losses, baseline)
-        if difference is None:
+        if variant not in found:
             continue
+        losses = losses_of(results, variant)
+        difference, judged = found[variant]
         colour = COLOURS[1 + row]
         for seed in losses.keys() & baseline.keys():
             gap = losses[seed] - baseline[seed]
@@ -127,7 +129,7 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
             markersize=6,
         )
         axes.annotate(
-            f"{difference}\n{difference.verdict}",
+            f"{difference}\n{judged.said}",
             (1.02, row),
             xycoords=("axes fraction", "data"),
             va="center",
@@ -137,7 +139,7 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
     axes.set_ylim(len(others) - 0.35, -0.6)
     axes.set_xlabel("validation loss minus the baseline's, nats per token (left of 0: better)")
     axes.set_title(
-        f"Paired differences to {plan.baseline}: seeds, mean, 95 % interval",
+        f"Paired differences to {plan.baseline}: seeds, mean, 95 % interval (grey: equal)",
         loc="left",
         fontsize=11,
     )

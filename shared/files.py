@@ -79,6 +79,11 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+def as_unicode(path: str | Path) -> str:
+    """A path as text for results, which are UTF-8. A byte of its name that isn't reads as \\xff."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 

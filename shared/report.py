@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shared import console, figures, files, runs
+from shared import console, figures, files, runs, verdict
 from shared.cli import Plan, usable_cores
 from shared.console import Table, UserError
 from shared.runs import Experiment, Result, Run, mean_of
-from shared.verdict import Interval, interval, paired_difference
+from shared.verdict import Interval, Verdict, interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -281,22 +281,13 @@ def environment_record(plan: Plan) -> dict:
 # ---------------------------------------------------------------- what came out
 
 
-def difference_to_baseline(plan: Plan, results: list[Result], variant: str) -> Interval | None:
-    """The variant's validation loss minus the baseline's, seed by seed."""
-    return difference(results, variant, plan.baseline)
-
-
-def difference(results: list[Result], variant: str, baseline: str) -> Interval | None:
-    """Validation loss of variant minus baseline, seed by seed; None if no seed finished both."""
-    return paired_difference(runs.losses_of(results, variant), runs.losses_of(results, baseline))
-
-
 def comparison_table(plan: Plan, results: list[Result]) -> Table:
     """One row a variant: its size, its losses, how it differs from the baseline, its time."""
     several = len(plan.variants) > 1
     headers = [*plan.variants[0].labels, "params", "train", "valid"]
     headers += ["difference", "verdict"] if several else []
     headers.append("ms/step")
+    found = runs.differences(plan, results)
     rows = []
     for variant in plan.variants:
         name = variant.name
@@ -305,18 +296,20 @@ def comparison_table(plan: Plan, results: list[Result]) -> Table:
         row.append(number(mean_of(results, name, lambda r: r.history.train_loss)))
         row.append(number(mean_of(results, name, lambda r: r.history.validation_loss)))
         if several:
-            row += difference_cells(plan, results, name)
+            row += difference_cells(name == plan.baseline, found.get(name))
         row.append(number(mean_of(results, name, lambda r: r.history.ms_per_step), ".1f"))
         rows.append(row)
     return Table(headers, rows)
 
 
-def difference_cells(plan: Plan, results: list[Result], variant: str) -> list[str]:
+def difference_cells(is_baseline: bool, found: tuple[Interval, Verdict] | None) -> list[str]:
     """The two cells that say how a variant differs from the baseline."""
-    if variant == plan.baseline:
+    if is_baseline:
         return ["-", "baseline"]
-    found = difference_to_baseline(plan, results, variant)
-    return [str(found), found.verdict] if found else ["-", "no pair yet"]
+    if found is None:
+        return ["-", "no pair yet"]
+    difference, judged = found
+    return [str(difference), judged.said]
 
 
 def caption(plan: Plan) -> str:
@@ -325,7 +318,8 @@ def caption(plan: Plan) -> str:
     return (
         f"Losses are means over {seeds} seed{'s' * (seeds > 1)}, in nats a token. The "
         f"difference is to {plan.baseline} in validation loss, taken seed by seed: mean and "
-        "95 % interval."
+        f"95 % interval. Equal: all of it lies within {verdict.DELTA:g} of 0. Lower or higher: 0 "
+        "lies outside it. For several rows the intervals that decide are wider (Holm 1979)."
     )
 
 
@@ -342,12 +336,17 @@ def finding(plan: Plan, results: list[Result], leave_out: str = "") -> str | Non
 
     None without a finished pair. `leave_out` is a variant whose loss doesn't compare.
     """
-    said = {"lower": [], "higher": [], "can't tell": []}
-    for name in plan.names[1:]:
-        found = difference_to_baseline(plan, results, name)
-        if found and name != leave_out:
-            said[found.verdict].append(f"{name} ({found})")
-    parts = [f"{verdict}: {', '.join(names)}" for verdict, names in said.items() if names]
+    said = {answer: [] for answer in verdict.ANSWERS}
+    for name, (difference, judged) in runs.differences(plan, results).items():
+        needed = f", about {judged.needed} seeds needed" if judged.needed else ""
+        if name != leave_out:
+            said[judged.said].append(f"{name} ({difference}{needed})")
+    within = f" within {verdict.DELTA:g}"
+    parts = [
+        f"{answer}{within * (answer == 'equal')}: {', '.join(names)}"
+        for answer, names in said.items()
+        if names
+    ]
     if not parts:
         return None
     seeds = len(plan.seeds)
@@ -361,27 +360,31 @@ def finding(plan: Plan, results: list[Result], leave_out: str = "") -> str | Non
 
 def record(plan: Plan, results: list[Result]) -> dict:
     """Everything as plain data, for results.json."""
+    found = runs.differences(plan, results)
     return {
         "title": plan.title,
         "complete": len(results) == plan.n_runs and not any(r.error for r in results),
         "settings": settings_record(plan),
         "environment": environment_record(plan),
         "uniform_loss": plan.uniform_loss,
-        "variants": [variant_record(plan, results, name) for name in plan.names],
+        "variants": [variant_record(results, name, found.get(name)) for name in plan.names],
         "runs": [run_record(result) for result in results],
     }
 
 
-def variant_record(plan: Plan, results: list[Result], variant: str) -> dict:
-    found = None
-    if variant != plan.baseline:
-        found = difference_to_baseline(plan, results, variant)
+def variant_record(
+    results: list[Result], variant: str, found: tuple[Interval, Verdict] | None
+) -> dict:
+    compared = None
+    if found is not None:
+        difference, judged = found
+        compared = {**asdict(difference), "verdict": judged.said, "seeds_needed": judged.needed}
     losses = list(runs.losses_of(results, variant).values())
     return {
         "variant": variant,
         "parameters": parameters_of(results, variant),
         "validation_loss": asdict(interval(losses)) if losses else None,
-        "difference": {**asdict(found), "verdict": found.verdict} if found else None,
+        "difference": compared,
     }
 
 

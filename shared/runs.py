@@ -37,6 +37,7 @@ from shared import chapters, data, files, randomness, training
 from shared.cli import Plan
 from shared.console import UserError
 from shared.training import History, Share
+from shared.verdict import Interval, Verdict, against
 
 # ---------------------------------------------------------------- what a run is
 
@@ -100,6 +101,12 @@ def losses_of(results: list[Result], variant: str) -> dict[int, float]:
     """Validation loss by seed, of the variant's finished runs."""
     finished = [r for r in results if r.run.variant == variant and r.history]
     return {r.run.seed: r.history.validation_loss for r in finished}
+
+
+def differences(plan: Plan, results: list[Result]) -> dict[str, tuple[Interval, Verdict]]:
+    """By variant, its validation loss minus the baseline's, and what may be said of it."""
+    losses = {name: losses_of(results, name) for name in plan.names}
+    return against(plan.baseline, losses)
 
 
 # ---------------------------------------------------------------- runs as files

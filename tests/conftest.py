@@ -219,6 +219,12 @@ def sparse() -> ModuleType:
     return chapters.load_build(18)
 
 
+@pytest.fixture(scope="session")
+def real() -> ModuleType:
+    """Chapter 37's build.py."""
+    return chapters.load_build(37)
+
+
 class LoadOnce:
     """Chapter 37's load_model(file), which fills the model of the packaged file once: whoever asks
     next gets the same one, unless somebody has changed it."""

@@ -2,6 +2,9 @@
 
 import gguf
 import numpy as np
+import pytest
+
+from shared import chapters
 
 D_MODEL, N_HEADS, N_KV, HIDDEN, LAYERS, CONTEXT = 96, 6, 2, 160, 2, 40  # head_dim 16; quantized rows need 32s
 MERGES = ["a b", "ab c", "d e"]
@@ -86,3 +89,15 @@ class SmallFile:
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+
+@pytest.fixture
+def small(real):
+    return SmallFile(real.byte_letters())
+
+
+def load(path):
+    """A file, its tokenizer and its model, as chapter 37's build.py takes them."""
+    build = chapters.load_build(37)
+    file = build.WeightsFile(path)
+    return file, build.Tokenizer(file), build.load_model(file)

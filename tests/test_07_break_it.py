@@ -38,7 +38,6 @@ def test_a_sabotage_reaches_the_model_and_leaves_the_plain_builds_alone(name, mo
     [
         ("F.silu", "F.relu", {"activation"}),
         ("torch.stack((-x1, x0)", "torch.stack((x1, -x0)", {"rotation", "far"}),
-        ("wide * scale *", "1.001 * wide * scale *", {"tiny-vector", "float16"}),
     ],
 )
 def test_edits_of_a_reader_turn_on_the_lights_that_they_should(old, new, red, capsys):

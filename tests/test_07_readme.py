@@ -8,14 +8,14 @@ from shared import chapters
 FOLDER = chapters.chapter_folder(7)
 
 
-def test_the_second_table_is_what_the_logs_say():
+def test_the_table_of_two_starts_is_what_the_logs_say():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     logs = [
         (FOLDER / "expected" / f"400-steps-16-seeds{start}.txt").read_text(encoding="utf-8")
         for start in ("", "-fan-in")
     ]
     for variant in ("RMSNorm+GELU", "LayerNorm+SwiGLU", "RMSNorm+SwiGLU"):
-        (row,) = re.findall(rf"^\| {re.escape(variant)} \| (.+) \| (.+) \|$", readme, re.MULTILINE)
+        _, row = re.findall(rf"^\| {re.escape(variant)} \| (.+) \| (.+) \|$", readme, re.MULTILINE)
         for cell, log in zip(row, logs):
             difference, verdict = cell.split(", ")
             (line,) = [line for line in log.splitlines() if line.split()[:2] == variant.split("+")]
@@ -23,6 +23,22 @@ def test_the_second_table_is_what_the_logs_say():
     for loss, log in zip(re.findall(r"\(loss (\d\.\d{3})\)", readme), logs, strict=True):
         assert re.search(rf"^LayerNorm +GELU +\S+ +\S+ +{loss} ", log, re.MULTILINE)
         assert "400 steps of 32 x 32 tokens" in log and "seeds 1 to 16" in log
+
+
+def test_the_table_of_two_rates_is_what_the_logs_say():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    (flags,) = re.findall(r"^    python build.py (--set learning_rate=.+)$", readme, re.MULTILINE)
+    assert flags == "--set learning_rate=2e-3 --set warmup=10 --set final_rate=0"
+    folder = FOLDER / "expected"
+    logs = [(folder / name).read_text(encoding="utf-8") for name in ("run_log.txt", "falling-rate-6-seeds.txt")]
+    for log, rate in zip(logs, ("AdamW at 0.003,", "AdamW at 0.002")):
+        assert "200 steps of 32 x 32 tokens" in log and rate in log and "seeds 1 to 6" in log
+    rows = re.findall(r"^\| (\w+\+\w+) \| ([+-].+), (\w+) \| ([+-].+), (\w+) \|$", readme, re.MULTILINE)
+    assert [row[0] for row in rows[:3]] == ["RMSNorm+GELU", "LayerNorm+SwiGLU", "RMSNorm+SwiGLU"]
+    for name, *cells in rows[:3]:
+        for log, difference, said in zip(logs, cells[::2], cells[1::2]):
+            (line,) = [line for line in log.splitlines() if line.split()[:2] == name.split("+")]
+            assert f" {difference}  {said} " in line
 
 
 def test_the_command_that_changes_every_variant_runs_from_the_chapters_folder(modern, here, tmp_path, monkeypatch):

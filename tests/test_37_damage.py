@@ -1,6 +1,7 @@
 """Chapter 37: what a weights file says of itself is believed only after a look."""
 
 import math
+import os
 import re
 import struct
 import sys
@@ -8,6 +9,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import gguf
 import jinja2
 import numpy as np
 import pytest
@@ -20,24 +22,7 @@ from shared.console import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_weights import CONTEXT, D_MODEL, N_HEADS, SmallFile  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def real():
-    """Chapter 37's build.py."""
-    return chapters.load_build(37)
-
-
-@pytest.fixture
-def small(real):
-    return SmallFile(real.byte_letters())
-
-
-def load(path):
-    build = chapters.load_build(37)
-    file = build.WeightsFile(path)
-    return file, build.Tokenizer(file), build.load_model(file)
+from small_weights import CONTEXT, D_MODEL, N_HEADS, SmallFile, load, small  # noqa: E402, F401: a fixture among them
 
 
 def refusal(path) -> str:
@@ -118,6 +103,13 @@ FIELDS = {
     "merges as numbers": (words("merges", [1, 2]), "no whole vocabulary"),
     "a token without letters": (lambda small: small.tokens.__setitem__(9, ""), "it has a token without a letter"),
     "a template as number": (other("tokenizer.chat_template", 3), "tokenizer.chat_template is 3, and must be a text"),
+    "a token twice": (lambda small: small.tokens.__setitem__(5, small.tokens[6]), "it lists the token % twice"),
+    "a special token twice": (lambda small: small.tokens.__setitem__(1, "<|im_start|>"), "token <|im_start|> twice"),
+    "a merge without a space": (words("merges", ["ab", "ab c", "d e"]), "its merge ab is not of two of its tokens"),
+    "a merge of three": (words("merges", ["a b", "a b c", "d e"]), "its merge a b c is not of two of its tokens"),
+    "a merge of what is no token": (words("merges", ["a b", "a bc", "d e"]), "merge a bc is not of two of its tokens"),
+    "a token that no merge makes": (words("merges", ["a b", "d e"]), "no merge makes its token abc"),
+    "a first token without a number": (other("tokenizer.ggml.add_bos_token", True), "a first token, and doesn't say which"),
     "aligned as text": (other("general.alignment", "wide"), "general.alignment is wide, no multiple of 8"),
     "aligned to 0": (other("general.alignment", 0), "general.alignment is 0, no multiple of 8"),
     "aligned to 7": (other("general.alignment", 7), "general.alignment is 7, no multiple of 8"),
@@ -143,9 +135,107 @@ def test_an_alignment_below_0_is_refused(small, tmp_path, value):
     assert f"general.alignment is {value}, no multiple of 8" in refusal(path)
 
 
+@pytest.mark.parametrize("kind", [-1, 0, 4, 6, 7])
+def test_a_token_of_a_type_that_we_treat_like_no_other_is_refused(small, tmp_path, kind):
+    """Type 4 is a user's own token, which stands for its name in every text; 6 is a byte of another kind of tokenizer."""
+    path = small.write(tmp_path / "small.gguf")
+    name = b"tokenizer.ggml.token_type"
+    raw = bytearray(path.read_bytes())
+    first = raw.index(name) + len(name) + 4 + 4 + 8  # the kind of the field, of its entries, and their number
+    assert struct.unpack_from("<i", raw, first) == (3,)
+    struct.pack_into("<i", raw, first, kind)
+    path.write_bytes(raw)
+    assert f"tokens of type {kind}, and we know 1, 2, 3 and 5" in refusal(path)
+
+
+def test_a_field_that_is_there_twice_is_refused(small, tmp_path):
+    small.more["llama.block_kount"] = 1
+    path = small.write(tmp_path / "small.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama.block_kount", b"llama.block_count"))
+    assert "it holds llama.block_count twice" in refusal(path)
+
+
 def test_weights_that_are_no_numbers_are_refused(small, tmp_path):
     small.tensors["blk.1.ffn_up.weight"][3, 5] = np.nan
     assert "blk.1.ffn_up.weight holds numbers that are not finite" in refusal(small.write(tmp_path / "nan.gguf"))
+
+
+def test_a_tensor_without_a_number_is_refused(small, tmp_path):
+    small.tensors["token_embd.weight"] = np.zeros((0, D_MODEL), np.float32)
+    assert "tensor token_embd.weight of shape (0, 96) holds no number" in refusal(small.write(tmp_path / "empty.gguf"))
+
+
+ODD_BLOCKS = {  # infinity times 0, and a power of 2 that float32 doesn't hold
+    gguf.GGMLQuantizationType.Q5_0: b"\0\x7c" + 4 * b"\xff" + bytes(16),
+    gguf.GGMLQuantizationType.MXFP4: 17 * b"\xff",
+}
+
+
+@pytest.mark.parametrize("packing", ODD_BLOCKS)
+def test_packed_numbers_that_are_none_are_refused_without_a_warning(small, tmp_path, packing, recwarn):
+    numbers = np.frombuffer(ODD_BLOCKS[packing] * (D_MODEL * D_MODEL // 32), np.uint8)
+    name = "blk.0.attn_q.weight"
+    file = chapters.load_build(37).WeightsFile(small.write(tmp_path / "small.gguf"))
+    file.raw = numbers
+    file.tensors[name] = file.tensors[name]._replace(packing=packing, start=0, n_bytes=len(numbers))
+    assert not file.read(name).isfinite().any()
+    assert not recwarn.list
+
+
+def overflowing(small):
+    small.tensors["output_norm.weight"] *= 1e36
+
+
+def not_a_number(small):
+    small.fields["attention.layer_norm_rms_epsilon"] = 0.0
+    small.tensors["token_embd.weight"][:] = 0  # so RMSNorm divides 0 by 0
+
+
+@pytest.mark.parametrize("damage", [overflowing, not_a_number])
+@pytest.mark.parametrize("flags", [["--prompt", "abc"], ["--prompt", "abc", "--temperature", "1"], []])
+def test_a_model_whose_numbers_overflow_is_refused(small, tmp_path, damage, flags):
+    damage(small)
+    path = small.write(tmp_path / "small.gguf")
+    (tmp_path / "text.txt").write_text("abc de " * 100, encoding="utf-8")
+    common = ["--weights", str(path), "--tokens", "4", "--output-dir", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="can't be used: what it makes of a text are no numbers"):
+        chapters.load_build(37).main([*common, "--data", str(tmp_path / "text.txt"), *flags])
+
+
+def test_a_perplexity_may_be_too_large_to_write(small, tmp_path, capsys):
+    small.tensors["token_embd.weight"] *= 1e5
+    path = small.write(tmp_path / "small.gguf")
+    (tmp_path / "text.txt").write_text("abc de " * 100, encoding="utf-8")
+    flags = ["--weights", str(path), "--tokens", "4", "--full", "--device", "cpu", "--output-dir", str(tmp_path / "out")]
+    assert chapters.load_build(37).main([*flags, "--data", str(tmp_path / "text.txt")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"perplexity on \d+ tokens +inf\n", out) and re.search(r"\n *32 +\d+\.\d+ +inf", out)
+
+
+# ---------------------------------------------------------------- odd texts
+
+
+@pytest.mark.parametrize("blank", [" ", "\n"])
+def test_a_text_of_blanks_is_read(small, tmp_path, blank):
+    _, tokenizer, _ = load(small.write(tmp_path / "small.gguf"))
+    text = "a" + 1_000_000 * blank + "b"
+    assert tokenizer.encoding.decode(tokenizer.encode(text)) == text
+
+
+def test_a_file_may_have_any_name(small, tmp_path, capsys):
+    path = small.write(tmp_path / os.fsdecode(b"\xff.gguf"))
+    text = tmp_path / os.fsdecode(b"\xfe.txt")
+    text.write_text("abc de " * 100, encoding="utf-8")
+    flags = ["--weights", str(path), "--data", str(text), "--tokens", "4", "--output-dir", str(tmp_path / "out")]
+    assert chapters.load_build(37).main(flags) == 0
+    log = (tmp_path / "out" / "run_log.txt").read_text(encoding="utf-8")
+    assert "file    \\xff.gguf, " in log and f"text    {tmp_path}/\\xfe.txt\n" in log
+
+
+def test_one_position_holds_no_question_and_its_answer(small, tmp_path):
+    path = small.write(tmp_path / "small.gguf")
+    with pytest.raises(UserError, match="--context 1 holds no question and an answer; give 2 or more"):
+        chapters.load_build(37).main(["--weights", str(path), "--context", "1", "--prompt", "a"])
 
 
 # ---------------------------------------------------------------- where tensors lie
@@ -360,6 +450,32 @@ TEMPLATES = {
         "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
         "{{ '<|im_start|>assistant\\n' }}",
         ["<|im_start|>", "<|im_end|>"],
+    ),
+    "ChatML, an instruction with quotes": (
+        "{% for m in messages %}{% if loop.first %}{{ '<|im_start|>system\nIt\\'s \"kind\".\\tYes.<|im_end|>\n' }}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}",
+        ["<|im_start|>", "<|im_end|>"],
+    ),
+    "ChatML, a system message of one's own": (
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}",
+        ["<|im_start|>", "<|im_end|>"],
+    ),
+    "ChatML, one's own or an instruction": (
+        "{%- if messages[0]['role'] == 'system' %}"
+        '{{- "<|im_start|>system\\n" + messages[0]["content"] + "<|im_end|>\\n" }}'
+        '{%- else %}{{- "<|im_start|>system\\nIt\'s you.<|im_end|>\\n" }}{%- endif %}'
+        "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%- endfor %}"
+        "{{- '<|im_start|>assistant\n' }}",
+        ["<|im_start|>", "<|im_end|>"],
+    ),
+    "ChatML, tokens within others": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}",
+        ["<|im", "<|im_start|>", "<|im_end|>"],
     ),
     "ChatML alone": (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -16,27 +16,20 @@ from shared.console import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_weights import CONTEXT, D_MODEL, HIDDEN, LAYERS, MERGES, N_HEADS, N_KV, SmallFile  # noqa: E402
+from small_weights import (  # noqa: E402, F401: a fixture among them
+    CONTEXT,
+    D_MODEL,
+    HIDDEN,
+    LAYERS,
+    MERGES,
+    N_HEADS,
+    N_KV,
+    load,
+    small,
+)
 
 FOLDER = chapters.chapter_folder(37)
 BUILD = FOLDER / "build.py"
-
-
-@pytest.fixture(scope="module")
-def real():
-    """Chapter 37's build.py."""
-    return chapters.load_build(37)
-
-
-@pytest.fixture
-def small(real):
-    return SmallFile(real.byte_letters())
-
-
-def load(path):
-    build = chapters.load_build(37)
-    file = build.WeightsFile(path)
-    return file, build.Tokenizer(file), build.load_model(file)
 
 
 # ---------------------------------------------------------------- files that are as they should be
@@ -244,7 +237,7 @@ def test_a_file_without_chat_tokens_continues_and_does_not_chat(small, tmp_path,
     ],
 )
 def test_a_wrong_flag_is_one_sentence(small, tmp_path, flags, says):
-    small.tokens[small.tokens.index(chr(256 + 4))] = "xx"  # in the place of byte 4's token
+    small.tokens[small.tokens.index(chr(256 + 4))] = "<xx>"  # a special one in the place of byte 4's token
     path = small.write(tmp_path / "small.gguf")
     with pytest.raises(UserError) as error:
         chapters.load_build(37).main(["--weights", str(path), "--output-dir", str(tmp_path), *flags])

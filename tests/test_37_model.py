@@ -18,12 +18,6 @@ FOLDER = chapters.chapter_folder(37)
 
 
 @pytest.fixture(scope="module")
-def real():
-    """Chapter 37's build.py."""
-    return chapters.load_build(37)
-
-
-@pytest.fixture(scope="module")
 def loaded(real, load_real_model):
     """The real file, its tokenizer and its model: opened once for all tests here."""
     file = real.WeightsFile(real.packaged_weights())

@@ -34,6 +34,13 @@ def test_step_keeps_to_its_form(step):
     assert "cli.run_step(main, __doc__)" in text and "return checks.report()" in text
 
 
+@pytest.mark.parametrize("folder", [chapters.PROJECTS, chapters.PROJECTS.parent / "shared"], ids=lambda f: f.name)
+def test_no_line_of_code_is_wider_than_100_columns(folder):
+    files = sorted(folder.glob("**/*.py"))
+    lines = {f"{file.name}:{line}" for file in files for line in file.read_text(encoding="utf-8").split("\n")}
+    assert len(files) > 10 and not {line for line in lines if len(line.partition(":")[2]) > 100}
+
+
 @EACH_CHAPTER
 def test_steps_are_numbered_without_a_gap(folder):
     numbers = [int(step.name[5:7]) for step in STEPS if step.parent == folder]
@@ -47,9 +54,9 @@ def test_every_script_finds_shared_from_where_it_stands(script):
     assert found[0].startswith("sys.path.insert(0, str(Path(__file__).resolve().parents[2]))")
 
 
-@pytest.mark.parametrize("chapter", [5, 37])  # 37 needs packages of its own
-def test_a_step_runs_by_its_path_from_any_directory(chapter, run_script, tmp_path):
-    step = next(step for step in STEPS if step.parent == chapters.chapter_folder(chapter))
+def test_a_step_runs_by_its_path_from_any_directory(run_script, tmp_path):
+    """One of chapter 37, which needs packages of its own."""
+    step = next(step for step in STEPS if step.parent == chapters.chapter_folder(37))
     status, out, errors = run_script(step, "--tiny")
     assert status == 0, out + errors
     assert errors == "" and "checks hold" in out

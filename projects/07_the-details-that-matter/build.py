@@ -353,7 +353,7 @@ PRESETS = {
         TrainingSettings(observe_every=50),
         corpus="docs",
         tokenizer="char",
-        seeds=3,
+        seeds=6,
     ),
     "full": Preset(
         ModernConfig(block_size=256, n_layers=6, n_heads=6, d_model=384),
@@ -428,12 +428,18 @@ def stream_table(results: list[runs.Result]) -> Table:
     return Table(["MLP", "stream after", *headers], rows)
 
 
+SCOPE = (
+    "At one shared rate a comparison also measures which model that rate suits: at a rate that "
+    "falls to 0, SwiGLU was higher than GELU. The README has the command."
+)
+
+
 def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
     """The finding in a sentence, the table, and the stream that the models end with."""
     blocks: list[str | Table] = []
     finding = report.finding(plan, results)
     if finding:
-        blocks.append(finding)
+        blocks += [finding, SCOPE]
     blocks += [report.comparison_table(plan, results), report.caption(plan)]
     seen = [r.history.observations[-1]["step"] for r in results if r.history]
     if seen:

@@ -104,18 +104,19 @@ def main() -> int:
     nothing = verdict.interval([none[i][0] - learned[i][0] for i in range(len(SEEDS))])
     at_64 = verdict.interval([losses[1] - losses[0] for losses in rope])
     at_128 = verdict.interval([losses[2] - losses[0] for losses in rope])
+    said = [judged.said for judged in verdict.verdicts([gain, nothing, at_64, at_128])]
     rows = [
-        ["RoPE minus learned, at 32", str(gain), gain.verdict],
-        ["none minus learned, at 32", str(nothing), nothing.verdict],
-        ["RoPE at 64 minus at 32", str(at_64), at_64.verdict],
-        ["RoPE at 128 minus at 32", str(at_128), at_128.verdict],
+        ["RoPE minus learned, at 32", str(gain), said[0]],
+        ["none minus learned, at 32", str(nothing), said[1]],
+        ["RoPE at 64 minus at 32", str(at_64), said[2]],
+        ["RoPE at 128 minus at 32", str(at_128), said[3]],
     ]
     console.say(console.Table(["difference", "nats", "verdict"], rows))
     console.say("\nLook at the second row: so early in training, learned positions are not yet")
     console.say("seen to be better than none.")
 
     checks = Checks()
-    checks.equal("RoPE against learned", gain.verdict, "lower")
+    checks.equal("RoPE against learned", said[0], "lower")
     short = build("rope", 32, corpus)
     long = build("rope", 128, corpus)
     gpt.init_parameters(short, seed=1)

@@ -452,7 +452,7 @@ MEASURES = {  # what look_inside() finds: the header of its column, its format, 
     "dead": ("dead", ".1f", "experts of all layers that no token of the validation part reached"),
     "dropped": ("dropped", ".1%", "tokens that no expert computes, in training mode"),
     "entropy": ("entropy", ".2f", "of the router's probabilities, divided by ln E, its largest"),
-    "told": ("told", ".2f", "how much a token tells of its expert: 0 nothing, 1 all (of two, 0.67)"),
+    "told": ("told", ".2f", "how much a token tells of its expert: 0 nothing, 1 all (of 2: 0.67)"),
     "told_untrained": ("untrained", ".2f", "the same before training"),
 }
 

@@ -124,8 +124,8 @@ def main() -> int:
     console.say("empty row gets almost nothing: nothing here balances the load.")
     told = information(counts[-1])
     at_start = information(before[-1])
-    console.say(f"Told: {told:.2f}, and {at_start:.2f} before training. Some of this is chance, some")
-    console.say("was learned. It says who reads what, not what an expert computes.")
+    console.say(f"Told: {told:.2f}, and {at_start:.2f} before training. Some of this is chance,")
+    console.say("some was learned. It says who reads what, not what an expert computes.")
     common = totals.topk(24).indices
     parts = counts[-1, common].T / totals[common]
     # repr() makes a line break visible, and [1:-1] takes the quotes away.

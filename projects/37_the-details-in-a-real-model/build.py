@@ -105,6 +105,7 @@ class WeightsFile:
             raise self.refusal(f"it is truncated: {why}")
         return StoredTensor(shape, packing, start, n_bytes)
 
+    @np.errstate(all="ignore")  # load_model() refuses what is no number
     def read(self, name: str) -> torch.Tensor:
         """The tensor called `name`, unpacked to float32."""
         stored = self.tensors[name]
@@ -202,6 +203,8 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     metadata = {}
     for _ in range(n_fields):
         name = cursor.string()
+        if name in metadata:
+            raise ValueError(f"it holds {name} twice")
         kind = cursor.take("I")
         metadata[name] = cursor.value(kind)
     tensors = []
@@ -261,11 +264,13 @@ class Tokenizer:
         )
         self.form = conversation.find_form(file, self.special)  # None: the model knows no chat
         self.start = conversation.find_start(file)  # ids before a text, mostly none
-        self.ends = conversation.find_ends(file, self.special)  # each of these ends an answer
+        self.ends = conversation.find_ends(file, self.special, self.form)  # each ends an answer
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name stays text. UserError for a byte without token."""
-        ids = self.encoding.encode_ordinary(text)
+        ids = []
+        for piece in data.pieces_of(text):  # tiktoken fails at very many blanks in a row
+            ids += self.encoding.encode_ordinary(piece)
         for i in ids:
             if i >= self.n_tokens:
                 byte = self.unsayable[i - self.n_tokens]
@@ -284,7 +289,8 @@ class Tokenizer:
         if first:
             form = self.form.opening + form
             ids += self.start
-        names = "|".join(re.escape(name) for name in self.special)
+        longest_first = sorted(self.special, key=len, reverse=True)  # one may begin another
+        names = "|".join(map(re.escape, longest_first))
         for piece in re.split(f"({names})", form):
             if piece in self.special:
                 ids.append(self.special[piece])
@@ -675,10 +681,15 @@ def measure(model: RealGPT, ids: torch.Tensor, full: bool) -> dict:
     return found
 
 
+def perplexity(loss: float) -> float:
+    """e to the loss, or infinity where that is more than a float holds."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
 def tables(found: dict, ids: torch.Tensor) -> list[str | Table]:
     """What was measured, as a person reads it."""
     rows = [
-        [f"perplexity on {found['n_evaluated']:,} tokens", f"{math.exp(found['loss']):.3f}"],
+        [f"perplexity on {found['n_evaluated']:,} tokens", f"{perplexity(found['loss']):.3f}"],
         ["their mean loss, nats a token", f"{found['loss']:.4f}"],
         ["reading, tokens a second", f"{found['reading']:.0f}"],
         ["writing, tokens a second", f"{found['writing']:.1f}"],
@@ -689,7 +700,7 @@ def tables(found: dict, ids: torch.Tensor) -> list[str | Table]:
     if "by_context" in found:
         rows = []
         for length, loss in found["by_context"].items():
-            rows.append([f"{length:,}", f"{loss:.4f}", f"{math.exp(loss):.3f}"])
+            rows.append([f"{length:,}", f"{loss:.4f}", f"{perplexity(loss):.3f}"])
         blocks.append(f"All {len(ids) - 1:,} tokens, read in windows:")
         blocks.append(Table(["window", "loss", "perplexity"], rows))
     return blocks
@@ -720,13 +731,14 @@ def hashes(file: WeightsFile, text: str) -> dict[str, str]:
 def setting(file: WeightsFile, model: RealGPT, known: dict[str, str], options) -> str:
     """What is run on what; `known` are its hashes()."""
     cfg = model.cfg
-    name = inspection.one_line(file.metadata.get("general.name", file.path.name), 60)
+    file_name = files.as_unicode(file.path.name)
+    name = inspection.one_line(file.metadata.get("general.name", file_name), 60)
     lines = [
         f"model   {name}: {gpt.count_parameters(model):,} parameters, {cfg.n_layers} layers,",
         f"        d_model {cfg.d_model}, {cfg.n_heads} query heads on {cfg.n_kv_heads} key heads",
-        f"file    {file.path.name}, {len(file.raw):,} bytes",
+        f"file    {file_name}, {len(file.raw):,} bytes",
         f"        SHA-256 {known['weights_sha256']}",
-        f"text    {options.data or 'documentation of torch'}",
+        f"text    {files.as_unicode(options.data or 'documentation of torch')}",
         f"        SHA-256 {known['text_sha256']}",
         f"device  {options.device}, threads: {torch.get_num_threads()}, float32",
     ]
@@ -804,6 +816,10 @@ def main(argv: list[str] | None = None) -> int:
         raise file.refusal(
             f"it has {tokenizer.n_tokens:,} tokens and embeddings for {model.vocab_size:,}"
         )
+    # Numbers that overflow within the model would end in nonsense, or in an error while it writes.
+    model.lm_head.register_forward_hook(
+        lambda head, states, logits: inspection.check_logits(file, logits)
+    )
     if options.tokens is None:
         options.tokens = min(256, block_size // 2)
     if options.tokens >= block_size:

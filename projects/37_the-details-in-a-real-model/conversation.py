@@ -50,6 +50,8 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.chat and sys.stdin is None:
         raise UserError("--chat reads from standard input, which is closed")
+    if options.context < 2:
+        raise UserError("--context 1 holds no question and an answer; give 2 or more")
     if options.output_dir is not None:
         options.output_dir = Path(options.output_dir)
     options.device = cli.resolve_device(options.device, "full" if options.full else "tiny")
@@ -102,8 +104,23 @@ FORMS = {
     "[INST]": ChatForm(turn="[INST] {} [/INST]", end="</s>"),  # Mistral
 }
 KNOWN = "ChatML, Llama 3, Gemma, Mistral"
-# The instruction that a ChatML template puts before a conversation which has none of its own.
+# The instruction that a ChatML template puts before a conversation which has none of its own; or
+# the template's code for one of its own.
 INSTRUCTION = re.compile(r"<\|im_start\|>system(?:\n|\\n)[^{}<]+<\|im_end\|>(?:\n|\\n)")
+
+
+def find_instruction(template: str) -> str:
+    """What a ChatML template puts before a conversation which has no instruction; mostly nothing.
+
+    In the template it is a text in quotes, with \\n for a new line. Where the quotes end within
+    it, code puts it together, from an instruction that only other conversations have.
+    """
+    letters = {"n": "\n", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+    for found in INSTRUCTION.finditer(template):
+        quote = template[: found.start()][-1:]
+        if quote not in ("'", '"') or quote not in re.sub(r"\\.", "", found[0]):
+            return re.sub(r"\\(.)", lambda pair: letters.get(pair[1], pair[0]), found[0])
+    return ""
 
 
 def find_form(file, special: dict[str, int]) -> ChatForm | None:
@@ -113,9 +130,7 @@ def find_form(file, special: dict[str, int]) -> ChatForm | None:
         template = "<|im_start|>"
     for sign, form in FORMS.items():
         if sign in template and form.end in special:
-            found = INSTRUCTION.search(template)
-            opening = found[0].replace("\\n", "\n") if found else ""
-            return replace(form, opening=opening)
+            return replace(form, opening=find_instruction(template))
     return None
 
 
@@ -127,11 +142,10 @@ def find_start(file) -> list[int]:
     return [first] if wanted and first is not None else []
 
 
-def find_ends(file, special: dict[str, int]) -> set[int]:
+def find_ends(file, special: dict[str, int], form: ChatForm | None) -> set[int]:
     """The ids that end an answer: of a text, a turn, a message, and what the chat's form names."""
     names = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
     ends = {file.metadata[name] for name in names if name in file.metadata}
-    form = find_form(file, special)
     if form:
         ends.add(special[form.end])
     return ends

@@ -8,6 +8,7 @@ to understand the chapter. `file` is build.py's WeightsFile.
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import torch
 LLAMA = "llama."
 VOCABULARY = "tokenizer.ggml."
 MOST_TOKENS = 2**20
+TYPES = {1, 2, 3, 5}  # of tokens: ordinary, unknown, steering, unused
+LARGEST_LOGIT = 1e30
 
 
 def plausible(count: int) -> int:
@@ -94,7 +97,7 @@ FIELDS = {
     "tokenizer.ggml.eom_token_id": ID,
     "tokenizer.ggml.add_bos_token": Rule(bool),
 }
-# What our blocks can't vary: another value is refused. (Only experts are not used: no experts.)
+# What our blocks can't vary: another value is refused.
 FIXED = {
     "llama.expert_count": 0,
     "llama.expert_used_count": 0,
@@ -174,6 +177,9 @@ def check_tensor(file, name: str, shape: tuple[int, ...]) -> None:
 def check_places(file) -> None:
     """UserError if a tensor lies off the file's alignment, or begins within another one."""
     multiple = alignment(file.metadata)
+    for name, stored in file.tensors.items():
+        if not stored.n_bytes:
+            raise file.refusal(f"tensor {name} of shape {stored.shape} holds no number")
     behind = 0  # where the last tensor ends
     for name, stored in sorted(file.tensors.items(), key=lambda item: item[1].start):
         where = f"tensor {name} begins at byte {stored.start:,}"
@@ -190,6 +196,14 @@ def check_numbers(file, places: dict[str, torch.Tensor]) -> None:
         # One NaN or infinity makes the sum one, and a sum takes a tenth of the time.
         if not place.sum().isfinite() and not place.isfinite().all():
             raise file.refusal(f"its tensor {name} holds numbers that are not finite")
+
+
+def check_logits(file, logits: torch.Tensor) -> None:
+    """UserError if a model's logits are NaN, infinite, or too large to reckon with."""
+    if logits.numel():
+        low, high = logits.aminmax()
+        if not (-LARGEST_LOGIT < low and high < LARGEST_LOGIT):  # so NaN is refused, too
+            raise file.refusal("what it makes of a text are no numbers, or far too large ones")
 
 
 def check_vocabulary(file, patterns: dict[str, str], letters: dict[str, int], normal: int) -> None:
@@ -219,13 +233,28 @@ def check_vocabulary(file, patterns: dict[str, str], letters: dict[str, int], no
         token = field(f"{name}_token_id")
         if token is not None and token >= len(tokens):
             raise file.refusal(f"its {name} token is number {token:,} of {len(tokens):,}")
+    if field("add_bos_token") and field("bos_token_id") is None:
+        raise file.refusal("it wants a first token, and doesn't say which")
+    strange = set(marks) - TYPES
+    if strange:
+        raise file.refusal(f"it has tokens of type {min(strange)}, and we know 1, 2, 3 and 5")
+    if len(set(tokens)) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise file.refusal(f"it lists the token {short(twice)} twice")
     if "" in tokens:
         raise file.refusal("it has a token without a letter")
     ids = {token: i for i, token in enumerate(tokens) if marks[i] == normal}
+    for merge in field("merges"):
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids:
+            raise file.refusal(f"its merge {short(merge)} is not of two of its tokens")
     # tiktoken merges the pair with the lowest id first: the ids must rise along the list of merges.
     made = [ids.get(merge.replace(" ", ""), -1) for merge in field("merges")]
     if -1 in made or made != sorted(made):
         raise file.refusal("its tokens are not numbered in the order of their merges")
+    for token in set(ids.values()).difference(made):
+        if len(tokens[token]) > 1:  # tiktoken would make it all the same
+            raise file.refusal(f"no merge makes its token {short(tokens[token])}")
     unknown = set("".join(ids)) - letters.keys()
     if unknown:
         some = "".join(sorted(unknown)[:9])

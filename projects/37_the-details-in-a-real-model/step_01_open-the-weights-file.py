@@ -84,6 +84,7 @@ class WeightsFile:
             raise self.refusal(f"it is truncated: {why}")
         return StoredTensor(shape, packing, start, n_bytes)
 
+    @np.errstate(all="ignore")  # load_model() refuses what is no number
     def read(self, name: str) -> torch.Tensor:
         """The tensor called `name`, unpacked to float32."""
         stored = self.tensors[name]

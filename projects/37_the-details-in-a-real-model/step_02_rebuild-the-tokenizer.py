@@ -86,11 +86,13 @@ class Tokenizer:
         )
         self.form = conversation.find_form(file, self.special)  # None: the model knows no chat
         self.start = conversation.find_start(file)  # ids before a text, mostly none
-        self.ends = conversation.find_ends(file, self.special)  # each of these ends an answer
+        self.ends = conversation.find_ends(file, self.special, self.form)  # each ends an answer
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. A special token's name stays text. UserError for a byte without token."""
-        ids = self.encoding.encode_ordinary(text)
+        ids = []
+        for piece in data.pieces_of(text):  # tiktoken fails at very many blanks in a row
+            ids += self.encoding.encode_ordinary(piece)
         for i in ids:
             if i >= self.n_tokens:
                 byte = self.unsayable[i - self.n_tokens]
@@ -109,7 +111,8 @@ class Tokenizer:
         if first:
             form = self.form.opening + form
             ids += self.start
-        names = "|".join(re.escape(name) for name in self.special)
+        longest_first = sorted(self.special, key=len, reverse=True)  # one may begin another
+        names = "|".join(map(re.escape, longest_first))
         for piece in re.split(f"({names})", form):
             if piece in self.special:
                 ids.append(self.special[piece])

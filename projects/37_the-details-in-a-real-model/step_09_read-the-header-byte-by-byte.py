@@ -99,6 +99,8 @@ def read_header(raw: np.ndarray) -> tuple[dict, list[tuple], int]:
     metadata = {}
     for _ in range(n_fields):
         name = cursor.string()
+        if name in metadata:
+            raise ValueError(f"it holds {name} twice")
         kind = cursor.take("I")
         metadata[name] = cursor.value(kind)
     tensors = []

@@ -99,7 +99,7 @@ def naive_batch(tokens):
 
 
 def naive_run(train, validation, vocab_size, rmsnorm, swiglu, seed, steps):
-    """One of the twelve runs: training, then the loss over the whole validation part."""
+    """One of the 24 runs: training, then the loss over the whole validation part."""
     torch.manual_seed(seed)
     model = NaiveModel(vocab_size, rmsnorm, swiglu)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
