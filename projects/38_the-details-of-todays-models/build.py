@@ -2,10 +2,13 @@
 
 Seventeen open models as lists of details. Each is the block of the last chapters with a few parts
 exchanged, and each part here is a small class or one overridden method. RECIPES says which model
-has which, as data.
+has which, as data. Then the experiment: small models by these recipes, of equal size, trained side by
+side from the same seeds, and what the difference to Llama 3's block is worth.
 
-    python build.py                the recipes and what sets each apart
-    python build.py --show qwen3   one recipe: its details, and what the published model takes
+    python build.py --tiny          on a laptop CPU, about a minute (the default)
+    python build.py --full          the same experiment at a size for one GPU
+    python build.py --show          the recipes and what sets each apart
+    python build.py --show qwen3    one recipe: its details, and what the published model takes
 
 Shapes: B batch, T positions, C = d_model, H heads, G = n_kv_heads, D = head_dim, V = vocab_size,
 N tokens, E experts, k = top_k.
@@ -19,9 +22,10 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli
-from shared.cli import Variant
-from shared.console import Table, say
+from shared import chapters, cli, figures, report, runs
+from shared.cli import Plan, Preset, Variant
+from shared.console import Table, UserError, say
+from shared.training import TrainingSettings
 
 import torch
 import torch.nn as nn
@@ -829,9 +833,9 @@ class DetailedGPT(real.RealGPT):
         return self.embedding_norm(x)
 
 
-def init_parameters(model: DetailedGPT, seed: int) -> None:
+def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
     """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
-    gpt.init_parameters(model, seed)
+    gpt.init_parameters(model, seed, std)
     for module in model.modules():
         if isinstance(module, GainPlusOne):
             nn.init.zeros_(module.weight)
@@ -1081,16 +1085,222 @@ def show(name: str) -> None:
     say(f"\nPublished: {published.source}")
 
 
+# ---------------------------------------------------------------- experiment
+
+PRESETS = {
+    "tiny": Preset(
+        DetailedConfig(block_size=64),
+        TrainingSettings(steps=120, batch_size=8),
+        corpus="docs",
+        tokenizer="char",
+        seeds=5,
+    ),
+    "full": Preset(
+        DetailedConfig(block_size=256, n_layers=6, n_heads=6, d_model=384),
+        TrainingSettings(
+            steps=2000,
+            batch_size=64,
+            learning_rate=1e-3,
+            warmup=100,
+            final_rate=0.1,
+            precision="bfloat16",
+        ),
+        corpus="source",
+        tokenizer="bpe4k",
+        seeds=8,
+    ),
+}
+BASELINE = "llama3"
+DENSE = [name for name, r in RECIPES.items() if r.changes.get("mlp_type") != "moe"]
+LONG_TEXTS = {"rope_base", "rope_scaling"}  # made for texts a thousand times as long as ours
+FEW_LARGE = {"n_experts": 8, "top_k": 2}
+MANY_SMALL = {"n_experts": 16, "top_k": 4}
+BIAS_SPEED = 0.003  # what a step adds to the balance bias of an expert, or takes from it
+
+
+def fitted(name: str, cfg: DetailedConfig) -> dict:
+    """What a recipe changes in a config of our size: where a detail would not act, another value.
+
+    The window is a quarter of the text. Of the order of its layers there is the end.
+    """
+    head = cfg.head_dim
+    fits = {
+        "gemma2": {"score_cap": 5.0, "logit_cap": 10.0},
+        "gemma3": {"window_rope_base": cfg.rope_base / 100},
+        "granite": {"score_scale": 1 / head, "logit_scale": math.sqrt(2_048 / cfg.d_model) / 8},
+        "cohere": {"logit_scale": math.sqrt(8_192 / cfg.d_model) / 16},
+        "mixtral": FEW_LARGE,
+        "qwen3-moe": MANY_SMALL,
+        "olmoe": MANY_SMALL,
+        "gpt-oss": FEW_LARGE,
+        "deepseek-v3": {
+            **MANY_SMALL,
+            "n_groups": 4,
+            "top_groups": 2,
+            "q_rank": cfg.d_model // 2,
+            "kv_rank": cfg.d_model // 4,
+            "d_rope": head // 2,
+            "d_head": head + head // 2,
+            "d_value": head,
+        },
+    }
+    changes = {
+        field: value for field, value in RECIPES[name].changes.items() if field not in LONG_TEXTS
+    }
+    changes |= fits.get(name, {})
+    if "window" in changes:
+        changes["window"] = cfg.block_size // 4
+    if "layer_kinds" in changes:
+        changes["layer_kinds"] = changes["layer_kinds"][-cfg.n_layers :]
+    return changes
+
+
+def variants(cfg: DetailedConfig, names: list[str]) -> list[Variant]:
+    """The baseline, and the other recipes by name."""
+    found = []
+    for name in [BASELINE, *(name for name in RECIPES if name in names and name != BASELINE)]:
+        model = RECIPES[name].labels["model"]
+        found.append(Variant(model, labels={"model": model}, changes=fitted(name, cfg)))
+    return found
+
+
+def on_meta(cfg: DetailedConfig, vocab_size: int) -> DetailedGPT:
+    """A model without numbers, to be counted."""
+    with torch.device("meta"):
+        return DetailedGPT(cfg, vocab_size)
+
+
+def at_equal_size(plan: Plan) -> Plan:
+    """The plan with every d_hidden such that a token uses as many parameters as in the baseline.
+
+    Their number grows evenly with d_hidden, so two counts tell where it meets the baseline's.
+    UserError for a model that is larger even without an MLP.
+    """
+
+    def active(cfg: DetailedConfig) -> int:
+        return sparse.active_parameters(on_meta(cfg, plan.corpus.vocab_size))
+
+    wanted = active(plan.configs[plan.baseline])
+    configs = {}
+    for name, cfg in plan.configs.items():
+        narrowest = active(replace(cfg, d_hidden=1))
+        one_more = active(replace(cfg, d_hidden=2)) - narrowest
+        d_hidden = 1 + round((wanted - narrowest) / one_more)
+        if d_hidden < 1:
+            raise UserError(
+                f"--set: without an MLP {name} has {narrowest:,} parameters already, all of "
+                f"{plan.baseline} {wanted:,}; give a larger d_hidden or d_model"
+            )
+        configs[name] = replace(cfg, d_hidden=d_hidden)
+    return replace(plan, configs=configs)
+
+
+class SideBySide(runs.Experiment):
+    """Recipes of equal size against the baseline."""
+
+    def build_model(self, config: DetailedConfig, vocab_size: int, seed: int) -> nn.Module:
+        model = DetailedGPT(config, vocab_size)
+        init_parameters(model, seed, config.init_std)
+        return model
+
+    def training_loss(self, model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
+        """The cross-entropy twice, and what each router with a balance bias read."""
+        read = {}
+
+        def keep(router: SigmoidMoE, inputs: tuple) -> None:
+            read[router] = inputs[0].detach()
+
+        routers = [module for module in model.modules() if isinstance(module, SigmoidMoE)]
+        hooks = [router.register_forward_pre_hook(keep) for router in routers]
+        _, loss = model(idx, targets)
+        for hook in hooks:
+            hook.remove()
+        return loss, loss, read
+
+    @torch.no_grad()
+    def after_step(self, model: nn.Module, told: dict[SigmoidMoE, torch.Tensor]) -> None:
+        """Move the balance biases: up for experts that got less than the mean, down for others."""
+        for router, x in told.items():
+            _, chosen = router.route(x.flatten(0, 1))
+            load = chosen.flatten().bincount(minlength=len(router.experts)).float()
+            router.balance_bias += BIAS_SPEED * (load.mean() - load).sign()
+
+
+SCOPE = (
+    "That holds at this size, rate and number of steps, for these details as the last table has "
+    "them. At one shared rate a comparison also measures which model that rate suits."
+)
+
+
+def sizes_text(plan: Plan) -> str:
+    """How equal the models are, in a sentence."""
+    models = [on_meta(cfg, plan.corpus.vocab_size) for cfg in plan.configs.values()]
+    active = [sparse.active_parameters(model) for model in models]
+    widest = (max(active) - min(active)) / min(active)
+    return (
+        f"Equal size: a token uses {min(active):,} to {max(active):,} parameters, whatever the "
+        f"recipe ({widest:.1%} apart). The width of the MLPs, d_hidden, makes up for the rest."
+    )
+
+
+def trained_table(plan: Plan) -> Table:
+    """What sets each model apart, and which values are not its recipe's, so that it acts here."""
+    by_model = {r.labels["model"]: r for r in RECIPES.values()}
+    rows = []
+    for variant in plan.variants:
+        published = by_model[variant.name]
+        here = [
+            f"{field} {', '.join(value) if isinstance(value, tuple) else format(value, '.3g')}"
+            for field, value in variant.changes.items()
+            if value != published.changes.get(field)
+        ]
+        width = plan.configs[variant.name].d_hidden
+        rows.append([variant.name, published.labels["details"], str(width), "; ".join(here)])
+    return Table(["model", "what sets it apart", "d_hidden", "here"], rows)
+
+
+def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
+    """The finding in a sentence, the table, and what each model is."""
+    finding = report.finding(plan, results)
+    blocks = [finding, SCOPE] if finding else []
+    blocks += [report.comparison_table(plan, results), report.caption(plan)]
+    head = sizes_text(plan) + " No model has the base or the scaling of RoPE that its makers chose:"
+    return [*blocks, head + " those are for longer texts.", trained_table(plan)]
+
+
+def draw(plan: Plan, results: list[runs.Result]) -> dict:
+    """The figures of this run by file name."""
+    drawn = {"curves.png": figures.curves(plan, results)}
+    if len(plan.names) > 1:
+        drawn["differences.png"] = figures.differences(plan, results)
+    return drawn
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.new_parser(__doc__)
-    parser.add_argument("--show", choices=RECIPES, metavar="RECIPE", help="print one recipe")
-    options = parser.parse_args(argv)
-    if options.show is None:
+    here = Path(__file__).parent
+    parser = cli.build_parser(__doc__)
+    add = parser.add_argument
+    names = ", ".join(RECIPES)
+    add("--show", nargs="?", const="all", choices=[*RECIPES, "all"], metavar="RECIPE",
+        help="train nothing; print a recipe, or without a name all of them")
+    add("--recipes", nargs="+", choices=[*RECIPES, "all"], default=DENSE, metavar="RECIPE",
+        help=f"those to train beside {BASELINE}, or all (default: those without experts): {names}")
+    args = parser.parse_args(argv)
+    if args.show == "all":
         say(recipes_table())
-    else:
-        show(options.show)
-    return 0
+        return 0
+    if args.show is not None:
+        show(args.show)
+        return 0
+    options = cli.options_from(args, here / "outputs")
+    preset = PRESETS[options.preset]
+    chosen = list(RECIPES) if "all" in args.recipes else args.recipes
+    title = "The details of today's models: recipes of equal size side by side"
+    plan = cli.make_plan(title, preset, variants(preset.model, chosen), options)
+    return report.carry_out(
+        SideBySide(), at_equal_size(plan), summarize, draw, here / "expected"
+    )
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_build(__file__)
