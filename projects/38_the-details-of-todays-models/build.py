@@ -2,8 +2,8 @@
 
 Seventeen open models as lists of details. Each is the block of the last chapters with a few parts
 exchanged, and each part here is a small class or one overridden method. RECIPES says which model
-has which, as data. Then the experiment: small models by these recipes, of equal size, trained side by
-side from the same seeds, and what the difference to Llama 3's block is worth.
+has which, as data. Then the experiment: small models by these recipes, of equal size, trained side
+by side from the same seeds, and what their difference to Llama 3 is worth.
 
     python build.py --tiny          on a laptop CPU, about a minute (the default)
     python build.py --full          the same experiment at a size for one GPU
