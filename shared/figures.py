@@ -92,7 +92,10 @@ def curves(plan: Plan, results: list[Result]) -> Figure:
         loc="left",
         fontsize=11,
     )
-    axes.legend(frameon=False)
+    if len(plan.names) > len(COLOURS):  # below the words on guessing, which "best" doesn't see
+        axes.legend(frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 0.95))
+    else:
+        axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
