@@ -109,8 +109,8 @@ def draw_picture() -> Path:
 def main() -> int:
     console.say(f"picture: {draw_picture()}\n")
     bent, slope = value_and_slope(softcap, torch.tensor(60.0), 30)
-    console.say(f"Look at 60, twice the cap: softcap makes {bent:.1f} of it and leaves {slope:.0%} of")
-    console.say("the gradient; clamp makes 30 of it and leaves nothing of the gradient.")
+    console.say(f"Look at 60, twice the cap: softcap makes {bent:.1f} of it and leaves {slope:.0%}")
+    console.say("of the gradient; clamp makes 30 of it and leaves nothing of the gradient.")
 
     checks = Checks()
     checks.close("softcap of 60: 30 tanh 2", bent, 28.92083, 1e-4)
