@@ -353,15 +353,39 @@ def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     return cap * torch.tanh(x / cap)
 
 
-class PartialRotaryAttention(gpt.CausalSelfAttention):
-    """Chapter 05's attention with turn(): RoPE on all channels of a head, or on the first ones."""
+class GroupedAttention(gpt.CausalSelfAttention):
+    """Chapter 37's grouped attention with its formula written out.
+
+    The details below override one method: project(), heads() or weigh().
+    """
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
         self.cfg = cfg
+        self.n_kv_heads = cfg.n_kv_heads
+        self.head_dim = cfg.head_dim
+        self.score_scale = cfg.score_scale or cfg.head_dim**-0.5
+        if cfg.rope_scaling is not None:
+            self.score_scale *= cfg.rope_scaling.score_factor
+        n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # query, key and value heads together
+        self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
+        self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
         self.n_turned = cfg.n_turned
         self.cos = None  # plain tensors, as in chapter 07: model.bfloat16() must not round them
         self.sin = None
+
+    @property
+    def n_cached(self) -> int:
+        """How many numbers a cache keeps of one token: its keys and values."""
+        return 2 * self.n_kv_heads * self.head_dim
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D), not yet turned."""
+        B, T, _ = x.shape
+        H = self.n_heads
+        G = self.n_kv_heads
+        qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
+        return qkv.split([H, G, G], dim=1)
 
     def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin on the device of x, in float32 or better: made at the first call."""
@@ -379,36 +403,6 @@ class PartialRotaryAttention(gpt.CausalSelfAttention):
         cos, sin = self.tables(x)
         turned = modern.apply_rope(x[..., : self.n_turned], cos[start:], sin[start:])
         return torch.cat((turned, x[..., self.n_turned :]), dim=-1)
-
-
-class GroupedAttention(PartialRotaryAttention):
-    """Chapter 37's grouped attention with its formula written out.
-
-    The details below override one method: project(), heads() or weigh().
-    """
-
-    def __init__(self, cfg: DetailedConfig):
-        super().__init__(cfg)
-        self.n_kv_heads = cfg.n_kv_heads
-        self.score_scale = cfg.score_scale or cfg.head_dim**-0.5
-        if cfg.rope_scaling is not None:
-            self.score_scale *= cfg.rope_scaling.score_factor
-        n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # query, key and value heads together
-        self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
-        self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
-
-    @property
-    def n_cached(self) -> int:
-        """How many numbers a cache keeps of one token: its keys and values."""
-        return 2 * self.n_kv_heads * self.head_dim
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D), not yet turned."""
-        B, T, _ = x.shape
-        H = self.n_heads
-        G = self.n_kv_heads
-        qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
-        return qkv.split([H, G, G], dim=1)
 
     def heads(
         self, x: torch.Tensor, start: int = 0
