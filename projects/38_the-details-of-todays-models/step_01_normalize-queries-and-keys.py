@@ -20,7 +20,7 @@ on where two tokens stand in the text, and no longer on their distance alone.
 
     python step_01_normalize-queries-and-keys.py
 
-draws outputs/step_01.png. The attention that is changed here stands in step 05.
+draws outputs/step_01.png. The attention that is changed here stands in step 14.
 Shapes: B batch, T positions, H query heads, G key and value heads, D = head_dim.
 """
 

@@ -19,7 +19,7 @@ for each layer, so that its attention knows its own window and needs to know not
 
     python step_03_see-only-a-window.py
 
-draws outputs/step_03.png. In step 05 attention uses visible().
+draws outputs/step_03.png. In step 14 attention uses visible().
 """
 
 import sys

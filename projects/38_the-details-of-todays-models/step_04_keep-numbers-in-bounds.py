@@ -21,7 +21,7 @@ cap of 5 it is 15 % of a query's weight in the example below.
 
     python step_04_keep-numbers-in-bounds.py
 
-draws outputs/step_04.png. In step 05 attention uses softcap(). Shapes: C = d_model, V = vocab_size.
+draws outputs/step_04.png. In step 14 attention uses softcap(). Shapes: C = d_model, V = vocab_size.
 """
 
 import sys
