@@ -101,7 +101,7 @@ def main() -> int:
     console.say(f"picture: {draw_picture()}\n")
     high, low = [1 - weights(SinkAttention, SCORES - lower).sum().item() for lower in (0, 4)]
     console.say(f"Look at the grey bars: a sink of 0 gets {high:.0%} of the weight if the best")
-    console.say(f"score is 3, and {low:.0%} if all scores are 4 lower. To softmax both are the same.")
+    console.say(f"score is 3, and {low:.0%} if all scores are 4 lower, the same to softmax.")
 
     checks = Checks()
     quarters = torch.full((3,), 1 / 4)
