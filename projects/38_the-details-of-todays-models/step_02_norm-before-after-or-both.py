@@ -100,7 +100,7 @@ class NormBothBlock(Block):
 
 # ---------------------------------------------------------------- look at it
 
-BLOCKS = {"before": Block, "after": NormAfterBlock, "both": NormBothBlock}
+PLACES = {"before": Block, "after": NormAfterBlock, "both": NormBothBlock}
 CFG = DetailedConfig(block_size=32, n_heads=6, n_kv_heads=3, d_model=48, d_hidden=70)
 
 
@@ -123,7 +123,7 @@ def lengths(block_class: type, factor: float, n_layers: int = 24) -> list[float]
 def draw_picture(found: dict[tuple[str, int], list[float]]) -> Path:
     figure = figures.new_figure(8, 3.2)
     left, right = figure.subplots(1, 2, sharey=True)
-    for place, colour in zip(BLOCKS, figures.COLOURS):
+    for place, colour in zip(PLACES, figures.COLOURS):
         left.semilogy(found[place, 1], color=colour, label=place)
         right.semilogy(found[place, 3], color=colour)
     figures.label(left, "RMS of the stream", "layers")
@@ -132,7 +132,7 @@ def draw_picture(found: dict[tuple[str, int], list[float]]) -> Path:
 
 
 def main() -> int:
-    found = {(place, f): lengths(BLOCKS[place], f) for place in BLOCKS for f in (1, 3)}
+    found = {(place, f): lengths(PLACES[place], f) for place in PLACES for f in (1, 3)}
     console.say(f"picture: {draw_picture(found)}\n")
     console.say("Look at the right ends: with matrices three times as large the stream gets to")
     console.say(f"{found['before', 3][-1]:.0f} with the norm before, and to 7 with a norm after.")

@@ -11,7 +11,7 @@ windows of 4,096 (Jiang et al. 2023, section 2). But what passes through many la
 So other models keep some full layers, which see everything:
 
     Gemma 2     every other layer has a window of 4,096
-    Gemma 3     five layers with a window of 1,024 (512 in the smallest model), then a full one
+    Gemma 3     five layers with a window of 1,024 (512 in its size 1B), then a full one
     gpt-oss     every other layer has a window of 128
 
 Here the kinds of layers are data, a pattern that is repeated. From it layer_config() makes a config
@@ -35,7 +35,7 @@ from shared.checks import Checks
 
 build = chapters.load_build(38)
 DetailedConfig = build.DetailedConfig
-LAYER_KINDS = build.LAYER_KINDS  # by name, the two kinds of this page and the one of step 06
+blind_layer = build.blind_layer  # a layer that sees everything and has no positions; in step 06
 
 # ---------------------------------------------------------------- the idea
 
@@ -63,6 +63,9 @@ def window_layer(cfg: DetailedConfig) -> dict:
     if cfg.window_rope_base is None:
         return {}
     return {"rope_base": cfg.window_rope_base, "rope_scaling": None}
+
+
+LAYER_KINDS = {"full": full_layer, "window": window_layer, "no positions": blind_layer}
 
 
 def layer_config(cfg: DetailedConfig, layer: int) -> DetailedConfig:
@@ -137,6 +140,8 @@ def main() -> int:
     band = torch.ones(9, 9).tril().triu(-3)
     checks.equal("window 4: torch's tril and triu", visible(9, 9, 4, CPU), band)
     checks.equal("five windows of 5: 20 back, not 21", needed[23, 1:5].tolist(), [6, 6, 5, 5])
+    full_layers = [i for i in range(26) if layer_config(GEMMA_3, i).window is None]
+    checks.equal("Gemma 3 1B: its full layers", full_layers, [5, 11, 17, 23])
     checks.equal("cache of 22 windows and 4 full layers", mixed, 1024 * (22 * 512 + 4 * 32_768))
     return checks.report()
 

@@ -73,11 +73,11 @@ def draw_picture() -> Path:
     panels = figure.subplots(1, 2, sharey=True)
     blue, red, *_ = figures.COLOURS
     for axes, lower in zip(panels, (0, 4)):
-        plain = weights(GroupedAttention, SCORES - lower)
-        sunk = weights(SinkAttention, SCORES - lower)
+        plain = weights(GroupedAttention, SCORES - lower).tolist()
+        sunk = weights(SinkAttention, SCORES - lower).tolist()
         axes.bar(range(7), plain, width=-0.4, align="edge", color=blue, label="softmax")
         axes.bar(range(7), sunk, width=0.4, align="edge", color=red, label="with a sink")
-        axes.bar(7, 1 - sunk.sum(), width=0.4, align="edge", color="0.6", label="to the sink")
+        axes.bar(7, 1 - sum(sunk), width=0.4, align="edge", color="0.6", label="to the sink")
         figures.label(axes, f"weights, best score {3 - lower}", "key")
         axes.set_xticks(range(8), [*range(7), "sink"])
     panels[1].get_legend().remove()
