@@ -141,8 +141,8 @@ def main() -> int:
     for kind, low, high in ((HeadNormAttention, 0, 1e-4), (TurnedNormAttention, 0.1, 99)):
         attention = make(kind)
         nn.init.uniform_(attention.q_norm.weight, 0.5, 2, generator=generator(1, "gains"))
-        found = scores(attention, same).diagonal(-1)  # of each token and the one before
-        checks.between(f"by place, {kind.__name__}", (found.max() - found.min()).item(), low, high)
+        near = scores(attention, same).diagonal(-1)  # of each token and the one before
+        checks.between(f"by place, {kind.__name__}", (near.max() - near.min()).item(), low, high)
     return checks.report()
 
 
