@@ -114,7 +114,7 @@ def bytes_kept(layer_kinds: tuple[str, ...], n_tokens: int) -> int:
 def draw_picture(needed: torch.Tensor, caches: dict[str, list[int]]) -> Path:
     figure = figures.new_figure(9, 3.6)
     left, right = figure.subplots(1, 2)
-    shown = left.imshow(needed.where(needed < 6, torch.nan), cmap="viridis_r")
+    shown = left.imshow(needed.where(needed < 6, torch.nan).tolist(), cmap="viridis_r")
     figure.colorbar(shown, ax=left, ticks=range(1, 6))
     figures.label(left, "layers that news needs, window 5", "from position", "to position")
     for (name, each), colour in zip(caches.items(), figures.COLOURS):

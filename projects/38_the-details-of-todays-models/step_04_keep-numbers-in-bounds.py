@@ -38,7 +38,7 @@ from shared.randomness import generator
 
 build = chapters.load_build(38)
 DetailedConfig = build.DetailedConfig
-GatedMLP = build.GatedMLP  # down_proj(silu(gate_proj(x)) * up_proj(x)): SwiGLU
+GatedMLP = build.GatedMLP  # down_proj(silu(gate_proj(x)) * up_proj(x)): SwiGLU; in step 16
 
 # ---------------------------------------------------------------- the idea
 
