@@ -119,9 +119,10 @@ def draw_picture(left: dict[str, dict[int, float]]) -> Path:
 def main() -> int:
     left = {setting: score_left(cfg) for setting, cfg in SETTINGS.items()}
     shown = (1, 16, 512, 32_767)
-    rows = [[setting, *(f"{round(of[n], 2) + 0:.2f}" for n in shown)] for setting, of in left.items()]
-    console.say("What is left of the score of a query that looks for exactly this key, by distance:")
-    console.say()
+    rows = []
+    for setting, scores in left.items():
+        rows.append([setting, *(f"{round(scores[n], 2) + 0:.2f}" for n in shown)])  # 0.00, not -0.00
+    console.say("A query that looks for exactly this key: what is left of its score, by distance.\n")
     console.say(console.Table(["turned", *(f"{n:,}" for n in shown)], rows))
     console.say(f"\npicture: {draw_picture(left)}")
     console.say("Look at 512 in the first row and 32,767 in the second: at the far end of what it")
@@ -140,7 +141,8 @@ def main() -> int:
     hands = hands * torch.polar(torch.ones_like(angle), angle)
     expected = torch.cat((torch.view_as_real(hands).flatten(1), x[:, 4:]), dim=1)
     checks.close("4 of 10 channels, by complex numbers", turn(x, cfg), expected, 1e-14)
-    checks.equal("and in build.py's attention", build.GroupedAttention(cfg).turn(x, 0), turn(x, cfg))
+    in_build = build.GroupedAttention(cfg).turn(x, start=0)
+    checks.equal("build.py's attention: the same", in_build, turn(x, cfg))
     return checks.report()
 
 

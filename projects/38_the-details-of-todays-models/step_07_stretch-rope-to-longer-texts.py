@@ -118,8 +118,8 @@ def main() -> int:
     columns = ["scaling", "pairs that meet new angles", "between neighbours, in radians"]
     console.say(console.Table(columns, rows))
     console.say(f"\npicture: {draw_picture(scalings)}")
-    console.say("Look at the column of angles: linear scaling leaves no pair with new ones, and NTK")
-    console.say("22 of 23. The column beside it has what linear scaling pays for that.")
+    console.say("Look at the column of new angles: linear scaling leaves none, NTK leaves 22 of 23.")
+    console.say("The last column is the price of linear scaling.")
 
     checks = Checks()
     long = build.DetailedConfig(block_size=72, rope_base=500.0, rope_scaling=RopeScaling(8.0))
