@@ -119,14 +119,13 @@ def draw_picture(left: dict[str, dict[int, float]]) -> Path:
 def main() -> int:
     left = {setting: score_left(cfg) for setting, cfg in SETTINGS.items()}
     shown = (1, 16, 512, 32_767)
-    rows = []
-    for setting, scores in left.items():
-        rows.append([setting, *(f"{round(scores[n], 2) + 0:.2f}" for n in shown)])  # 0.00, not -0.00
-    console.say("A query that looks for exactly this key: what is left of its score, by distance.\n")
+    rows = [[setting, *(f"{scores[n]:.1%}" for n in shown)] for setting, scores in left.items()]
+    console.say("A query that looks for exactly this key: what is left of its score, by distance")
+    console.say()
     console.say(console.Table(["turned", *(f"{n:,}" for n in shown)], rows))
     console.say(f"\npicture: {draw_picture(left)}")
     console.say("Look at 512 in the first row and 32,767 in the second: at the far end of what it")
-    console.say("sees, each sort of Gemma 3's layers keeps nearly the same part, 0.26 and 0.21.")
+    console.say("sees, each sort of Gemma 3's layers still has 21 to 26 % of the score.")
 
     checks = Checks()
     by_hand = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)

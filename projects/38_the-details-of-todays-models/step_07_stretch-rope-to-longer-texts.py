@@ -114,11 +114,12 @@ def main() -> int:
     rows = []
     for name, speeds in scalings.items():
         rows.append([name, str(pairs_with_new_angles(speeds)), f"{speeds[0].item():.3f}"])
-    console.say(f"LLaMA's 64 pairs, trained on {TRAINED:,} positions, in a text 8 times as long:\n")
+    console.say(f"LLaMA's 64 pairs, trained on {TRAINED:,} positions, in a text 8 times as long:")
+    console.say()
     columns = ["scaling", "pairs that meet new angles", "between neighbours, in radians"]
     console.say(console.Table(columns, rows))
     console.say(f"\npicture: {draw_picture(scalings)}")
-    console.say("Look at the column of new angles: linear scaling leaves none, NTK leaves 22 of 23.")
+    console.say("Look at the column of new angles: linear scaling leaves none, and NTK 22 of 23.")
     console.say("The last column is the price of linear scaling.")
 
     checks = Checks()
