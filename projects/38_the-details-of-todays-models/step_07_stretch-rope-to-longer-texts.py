@@ -88,37 +88,43 @@ TURNS = TRAINED * PLAIN / (2 * math.pi)  # how often each pair came round in tra
 
 def pairs_with_new_angles(speeds: torch.Tensor) -> int:
     """How many pairs meet an angle that is new, if they turn so in a text FACTOR times as long."""
-    beyond = FACTOR * speeds > PLAIN * (1 + 1e-9)  # further than in training, but for rounding
-    return int((beyond & (TURNS < 1)).sum())
+    further = FACTOR * speeds > PLAIN * (1 + 1e-9)  # than in training; not by rounding alone
+    return int((further & (TURNS < 1)).sum())
 
 
-def draw_picture(scalings: dict[str, torch.Tensor]) -> Path:
-    """The speed of each pair after scaling as a part of that before."""
+def scalings_table(scalings: dict[str, torch.Tensor]) -> console.Table:
+    """A row for each name and its speeds."""
+    rows = []
+    for name, speeds in scalings.items():
+        new = pairs_with_new_angles(speeds)
+        rows.append([name, str(new), f"{speeds[0].item():.3f}"])
+    columns = ["scaling", "pairs that meet new angles", "between neighbours, in radians"]
+    return console.Table(columns, rows)
+
+
+def draw_picture(scalings: dict[str, torch.Tensor], script: str) -> Path:
+    """The speed of each pair after scaling as a part of that before; `script` is its __file__."""
     figure = figures.new_figure(7, 3.4)
     axes = figure.subplots()
     for (name, speeds), colour in zip(scalings.items(), figures.COLOURS):
         axes.semilogx(TURNS, speeds / PLAIN, ".-", color=colour, label=name)
     axes.axvspan(TURNS[-1], 1, color="0.9", linewidth=0)
-    axes.text(TURNS[-1] * 1.1, 0.5, "never came round", color="0.4")
+    axes.text(TURNS[-1] * 1.1, 0.6, "never came round", color="0.4")
     axes.set_ylim(0, 1.05)
     figures.label(axes, "Speed after / before", "how often a pair came round in training")
-    return figures.save(figure, __file__)
+    return figures.save(figure, script)
 
 
 def main() -> int:
     scalings = {
-        "not scaled": PLAIN,
         "linear": RopeScaling(FACTOR).speeds(BASE, D),
         "NTK": NTKScaling(FACTOR).speeds(BASE, D),
+        "not scaled": PLAIN,
     }
-    rows = []
-    for name, speeds in scalings.items():
-        rows.append([name, str(pairs_with_new_angles(speeds)), f"{speeds[0].item():.3f}"])
     console.say(f"LLaMA's 64 pairs, trained on {TRAINED:,} positions, in a text 8 times as long:")
     console.say()
-    columns = ["scaling", "pairs that meet new angles", "between neighbours, in radians"]
-    console.say(console.Table(columns, rows))
-    console.say(f"\npicture: {draw_picture(scalings)}")
+    console.say(scalings_table(scalings))
+    console.say(f"\npicture: {draw_picture(scalings, __file__)}")
     console.say("Look at the column of new angles: linear scaling leaves none, and NTK 22 of 23.")
     console.say("The last column is the price of linear scaling.")
 
