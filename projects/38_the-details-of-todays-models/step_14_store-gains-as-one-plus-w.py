@@ -130,8 +130,8 @@ def main() -> int:
     right = plus_one(x)
     misread = unit_rms(x, 1e-5) * plus_one.weight
     alike = F.cosine_similarity(misread, right, dim=-1).mean().item()
-    console.say(f"\nWith w of std 0.1 read as gains, the result has a cosine of {alike:.2f} with the right")
-    console.say("one: it has lost its direction.")
+    console.say("\nIf w of std 0.1 is read as the gain, the vector's cosine with the right one is")
+    console.say(f"{alike:.2f}: its direction is lost.")
 
     checks = Checks()
     by_torch = F.rms_norm(x, (1_001,), 1 + plus_one.weight, eps=1e-5)
