@@ -7,8 +7,8 @@ with the distance, as more and more pairs point apart. How much it loses is a ma
 
 - The base. Pair 0 turns by 1 radian a position, pair i by base^(-2i/D). A larger base makes the
   pairs slower, and far keys keep more of their score; but slow pairs hardly tell neighbours apart.
-  Gemma 3 (2025) has two bases. In its size 1B, layers that see a window of 512 positions have
-  10,000, and layers that see all 32,768 have 1,000,000.
+  Gemma 3 (2025) has two bases. In its size 1B, it is 10,000 in the layers that see a window of 512
+  positions, and 1,000,000 in those that see all 32,768.
 - The channels. GPT-NeoX-20B turns a quarter of them (Black et al. 2022). The others compare
   content, and the distance is nothing to them. The config's field for this part is `rotated`.
 - The layers. SmolLM3 turns nothing in every fourth layer (after Yang et al. 2025). Such a layer
@@ -57,7 +57,7 @@ def rope_tables(cfg: DetailedConfig, width: int) -> tuple[torch.Tensor, torch.Te
 
 
 def turn(x: torch.Tensor, cfg: DetailedConfig) -> torch.Tensor:
-    """x (..., T, D) with its first n_turned channels turned; a method of build.py's attention."""
+    """x (..., T, D) with the first n_turned of D channels turned. In build.py it is a method."""
     if cfg.position_type != "rope":
         return x
     cos, sin = rope_tables(cfg, cfg.n_turned)  # rotated · D channels
@@ -97,7 +97,7 @@ def score_left(cfg: DetailedConfig) -> dict[int, float]:
     """How a query that equals the key scores, by distance: as a part of its score at distance 0.
 
     The key is all ones, so that every pair counts alike. Scores swing a little from one distance to
-    the next, so each is the mean over the last tenth of the way.
+    the next, so each number is a mean over the last tenth of the distances up to it.
     """
     key = torch.ones(D, dtype=torch.float64)  # at position 0, where nothing is turned yet
     scores = turn(key.expand(cfg.block_size, D), cfg) @ key / D  # (T,)
@@ -122,14 +122,14 @@ def main() -> int:
     rows = [[setting, *(f"{scores[n]:.1%}" for n in shown)] for setting, scores in left.items()]
     console.say("A query that looks for exactly this key: what is left of its score, by distance")
     console.say()
-    console.say(console.Table(["turned", *(f"{n:,}" for n in shown)], rows))
+    console.say(console.Table(["RoPE", *(f"{n:,}" for n in shown)], rows))
     console.say(f"\npicture: {draw_picture(left)}")
     console.say("Look at 512 in the first row and 32,767 in the second: at the far end of what it")
-    console.say("sees, each sort of Gemma 3's layers still has 21 to 26 % of the score.")
+    console.say("sees, each of Gemma 3's two sorts of layer still has 21 to 26 % of the score.")
 
     checks = Checks()
     by_hand = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
-    checks.close("speeds, base 1,000, 6 channels", rope_speeds(1000.0, 6), by_hand, 1e-15)
+    checks.close("speeds, base 1,000, 6 channels", rope_speeds(1000.0, 6), by_hand, 1e-12)
     gemma = DetailedConfig(**build.RECIPES["gemma3"].changes)
     bases = [round(build.layer_config(gemma, i).rope_base) for i in range(4, 8)]
     checks.equal("Gemma 3's layers 4 to 7: bases", bases, [10_000, 1_000_000, 10_000, 10_000])
@@ -139,7 +139,7 @@ def main() -> int:
     hands = torch.view_as_complex(x[:, :4].unflatten(1, (2, 2)))  # pairs as complex numbers
     hands = hands * torch.polar(torch.ones_like(angle), angle)
     expected = torch.cat((torch.view_as_real(hands).flatten(1), x[:, 4:]), dim=1)
-    checks.close("4 of 10 channels, by complex numbers", turn(x, cfg), expected, 1e-14)
+    checks.close("4 of 10 channels, by complex numbers", turn(x, cfg), expected, 1e-12)
     in_build = build.GroupedAttention(cfg).turn(x, start=0)
     checks.equal("build.py's attention: the same", in_build, turn(x, cfg))
     return checks.report()

@@ -116,7 +116,7 @@ def longest_chain(reads: torch.Tensor) -> int:
 def draw_picture(reads: dict[str, torch.Tensor]) -> Path:
     figure = figures.new_figure(8, 3.6)
     for axes, (title, matrix) in zip(figure.subplots(1, 2), reads.items()):
-        axes.imshow(matrix, cmap="Blues", vmax=1.6)
+        axes.imshow(matrix.tolist(), cmap="Blues", vmax=1.6)
         axes.set_xticks(range(7), PARTS[:-1], rotation=90)
         axes.set_yticks(range(7), PARTS[1:])
         axes.set(title=title, ylabel="reads", xlabel="what was written by")

@@ -7,13 +7,13 @@ Chapter 07's RMSNorm stores the gain itself, which starts at 1. Two other forms 
   1 + w goes to 1. Also, numbers near 0 are stored finer: bfloat16 keeps 8 bits of a number, and its
   next number above 1 is 1.0078. A step of 0.001 away from 1 is rounded back to 1, however often it
   is made; away from 0 it isn't.
-- No gain (nanochat). Where a matrix reads what the norm gives, nothing is lost, since the matrix
-  can do the multiplying: its columns times the gains. Elsewhere, as in a norm on queries and keys,
-  something is lost.
+- No gain (nanochat). Where a matrix reads what the norm gives, nothing is lost: the matrix can do
+  the same, its columns times the gains. Elsewhere, as after a norm on queries and keys, nothing
+  takes the gain's place.
 
-Names and shapes in the file are the same in both stored forms. So if Gemma's w are read as gains,
-no error comes, and the model talks nonsense: all norms give nearly 0, with random signs. And the 1
-may be in the file already: llama.cpp adds it when it makes a GGUF file of Gemma.
+In a file, names and shapes don't show the form. If Gemma's w are read as gains, no error comes, but
+what the norms give is nearly 0, with random signs. And a file may have the 1 added already:
+llama.cpp adds it when it makes a GGUF file of Gemma.
 
     python step_14_store-gains-as-one-plus-w.py
 

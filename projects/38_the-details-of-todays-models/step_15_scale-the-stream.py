@@ -5,21 +5,22 @@ Granite 3 has four. These are of its size 2B, which has C = 2,048, D = 64 and 40
 - embedding_scale, 12: each token's vector is multiplied as it enters the residual stream, to which
   all parts add. Its numbers start small, since the head has the same matrix (they are tied), and
   large ones would make large logits. Gemma takes √C (Vaswani et al. 2017, section 3.4).
-- residual_scale, 0.22: what each half of a block adds is multiplied by it.
-- score_scale, 1/64: what the products of queries and keys are multiplied by; 1/D, not 1/√D.
-- logit_scale, 1/8: what logits are multiplied by.
+- residual_scale, 0.22: what each half of a block adds becomes smaller, and the token's vector
+  remains visible beside it.
+- score_scale, 1/64: a query times a key is multiplied by 1/D and not by 1/√D. Here that makes
+  scores 8 times smaller, so that attention starts more even.
+- logit_scale, 1/8: logits become smaller, so that the model starts closer to guessing evenly.
 
-All four can be folded into weights. What a half adds comes out of a matrix, and scores begin in
-those rows of a matrix that make queries. Embeddings are harder, for a tied matrix that is scaled
-for the stream makes logits larger, too. But a norm stands before the head, and its gain can take
-that back; it can hold logit_scale as well. Only with a norm that has no gain (nanochat's) would a
-tied matrix be stuck.
+All four can be folded into weights. What a half adds comes out of a matrix, and so do queries.
+Embeddings are harder: if a tied matrix is scaled for the stream, logits become larger, too. But a
+norm stands before the head, and its gain can take that back. It can hold logit_scale as well. Only
+if that norm has no gain (step 14), a tied matrix can't take the multiplier in.
 
 So multipliers add nothing to what a model can compute. They change how it learns. AdamW moves every
-stored number by about the learning rate, however large the gradient. Behind a multiplier of 12, the
-vector moves 12 times as far. A multiplier is a learning rate of its own for the part behind it.
-With the right ones, one rate serves models of any width (µP, Yang et al. 2022; Granite's follow
-Shen et al. 2024).
+stored number by about the learning rate, however large its gradient. If a number is multiplied by
+12 before it is used, it moves 12 times as far for those who use it. So a multiplier gives its part
+a learning rate of its own. With the right ones, one rate serves models of any width (µP, Yang et
+al. 2022; Granite's follow Shen et al. 2024).
 
     python step_15_scale-the-stream.py
 
@@ -80,7 +81,7 @@ def granite(**changes) -> build.DetailedGPT:
 
 
 def moved_by_a_step(model: build.DetailedGPT, idx: torch.Tensor) -> torch.Tensor:
-    """How far a step of AdamW moves four sorts of weights, counted in the folded model: means."""
+    """How far a step of AdamW moves four sorts of weights, seen with all folded: means."""
     before = fold(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     _, loss = model(idx[:, :-1], idx[:, 1:])
@@ -95,7 +96,7 @@ def moved_by_a_step(model: build.DetailedGPT, idx: torch.Tensor) -> torch.Tensor
 
 
 def sizes_by_depth(idx: torch.Tensor, **changes) -> list[float]:
-    """The size (root of the mean square) of the stream, after the embedding and after each half."""
+    """The stream's root of the mean square, at the start and after each half of 40 new blocks."""
     stats = modern.stream_stats(granite(n_layers=40, **changes), idx)
     return [math.sqrt(at["var"] + at["mean"] ** 2) for at in stats.values()]
 
@@ -120,26 +121,26 @@ def main() -> int:
     parts = ("embedding", "what a half adds", "queries", "gain of the last norm")
     rows = []
     for part, factor, seen in zip(parts, factors.tolist(), times.tolist()):
-        rows.append([part, f"{factor:.3g}", f"{seen:.3g}"])
-    console.say("Two models compute the same; one of them has its multipliers folded into the")
-    console.say("weights. How far does a step of AdamW move each part, against the folded one?")
+        rows.append([part, f"{factor:.3g}", f"{seen:.3g} times as far"])
+    console.say("A step of AdamW, with multipliers against all folded in:")
     console.say()
-    console.say(console.Table(["part", "multiplied by", "moves, times as far"], rows))
-    console.say("\nLook at the last column: each part learns at a rate of its own.")
+    console.say(console.Table(["part", "multiplied by", "moves"], rows))
+    console.say("\nLook at the last column: with multipliers, each part has a rate of its own.")
 
     plain = sizes_by_depth(idx, **NONE)
     scaled = sizes_by_depth(idx)
     growth = plain[1] / plain[0]
-    growth_scaled = scaled[1] / scaled[0]
+    calm = scaled[1] / scaled[0]
     console.say(f"\npicture: {draw_picture({'no multipliers': plain, 'four multipliers': scaled})}")
-    console.say("Look at the left end: without multipliers the first half of a block drowns the")
-    console.say(f"token, as it makes the stream {growth:.0f} times as large; with them, {growth_scaled:.2f} times.")
+    console.say("Look at the left end: without multipliers the first half of a block makes the")
+    console.say(f"stream {growth:.0f} times as large, so that little of the token is left in it. With")
+    console.say(f"them, it makes it {calm:.2f} times as large.")
 
     checks = Checks()
     checks.close("folded: the same logits", logits_folded, logits, 1e-13)
     checks.close("times as far / multiplied by", times / factors, torch.ones(4), 0.02)
     checks.between("what the first half makes of the stream", growth, 10, 100)
-    checks.between("and with multipliers", growth_scaled, 1, 1.2)
+    checks.between("and with multipliers", calm, 1, 1.2)
     return checks.report()
 
 
