@@ -17,7 +17,7 @@ never met, and nothing has taught it what they mean. Two remedies:
   work without more training. But of the pairs that never came round, all except the slowest still
   go on to some new angles.
 
-Step 13 has the remedy that most models of today chose.
+Step 17 has the remedy that most models of today chose.
 
     python step_07_stretch-rope-to-longer-texts.py
 

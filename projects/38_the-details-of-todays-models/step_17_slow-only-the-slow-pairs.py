@@ -1,4 +1,4 @@
-"""Step 13: how can RoPE be stretched so that no angle is new and neighbours stay apart?
+"""Step 17: how can RoPE be stretched so that no angle is new and neighbours stay apart?
 
 Step 07 left two remedies for texts longer than those of the training. Linear scaling slows all
 pairs of channels: no angle is new, but the fast pairs, which tell neighbours apart, are slowed too.
@@ -16,9 +16,9 @@ fast pairs then tell neighbours apart as they always did. Two forms of this are 
   `length`, so scores by its square: 1.46 for a text 8 times as long. gpt-oss does so. DeepSeek-V3,
   where only a part of a head's channels is turned, multiplies whole scores instead: `on_scores`.
 
-    python step_13_slow-only-the-slow-pairs.py
+    python step_17_slow-only-the-slow-pairs.py
 
-draws outputs/step_13.png.
+draws outputs/step_17.png.
 """
 
 import math

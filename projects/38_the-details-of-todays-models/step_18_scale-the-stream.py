@@ -1,4 +1,4 @@
-"""Step 15: what are multipliers for, if the weights beside them could hold them?
+"""Step 18: what are multipliers for, if the weights beside them could hold them?
 
 Granite 3 has four. These are of its size 2B, which has C = 2,048, D = 64 and 40 layers:
 
@@ -14,7 +14,7 @@ Granite 3 has four. These are of its size 2B, which has C = 2,048, D = 64 and 40
 All four can be folded into weights. What a half adds comes out of a matrix, and so do queries.
 Embeddings are harder: if a tied matrix is scaled for the stream, logits become larger, too. But a
 norm stands before the head, and its gain can take that back. It can hold logit_scale as well. Only
-if that norm has no gain (step 14), a tied matrix can't take the multiplier in.
+if that norm has no gain (step 13), a tied matrix can't take the multiplier in.
 
 So multipliers add nothing to what a model can compute. They change how it learns. AdamW moves every
 stored number by about the learning rate, however large its gradient. If a number is multiplied by
@@ -22,9 +22,9 @@ stored number by about the learning rate, however large its gradient. If a numbe
 a learning rate of its own. With the right ones, one rate serves models of any width (µP, Yang et
 al. 2022; Granite's follow Shen et al. 2024).
 
-    python step_15_scale-the-stream.py
+    python step_18_scale-the-stream.py
 
-draws outputs/step_15.png. Shapes: C = d_model, D channels of a head.
+draws outputs/step_18.png. Shapes: C = d_model, D channels of a head.
 """
 
 import math
@@ -74,7 +74,7 @@ def granite(**changes) -> build.DetailedGPT:
     cfg = build.DetailedConfig(**build.RECIPES["granite"].changes | sizes | changes)
     model = build.DetailedGPT(cfg, vocab_size=53).double()
     for name, p in model.named_parameters():
-        draw = generator(1, "step_15", name)
+        draw = generator(1, "multipliers", name)
         std = 0.02 if name.startswith("token") else p.shape[-1] ** -0.5
         torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=std, generator=draw)
     return model
@@ -111,7 +111,7 @@ def draw_picture(sizes: dict[str, list[float]]) -> Path:
 
 
 def main() -> int:
-    idx = torch.randint(53, (4, 32), generator=generator(1, "step_15", "text"))
+    idx = torch.randint(53, (4, 32), generator=generator(1, "multipliers", "text"))
     model = granite()
     folded = fold(model)
     logits, _ = model(idx)
@@ -133,8 +133,8 @@ def main() -> int:
     calm = scaled[1] / scaled[0]
     console.say(f"\npicture: {draw_picture({'no multipliers': plain, 'four multipliers': scaled})}")
     console.say("Look at the left end: without multipliers the first half of a block makes the")
-    console.say(f"stream {growth:.0f} times as large, so that little of the token is left in it. With")
-    console.say(f"them, it makes it {calm:.2f} times as large.")
+    console.say(f"stream {growth:.0f} times as large, so that little of the token is left in it;")
+    console.say(f"with them, {calm:.2f} times.")
 
     checks = Checks()
     checks.close("folded: the same logits", logits_folded, logits, 1e-13)

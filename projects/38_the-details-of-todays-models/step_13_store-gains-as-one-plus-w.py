@@ -1,4 +1,4 @@
-"""Step 14: a norm multiplies each channel by a gain. Which number stands for it in the file?
+"""Step 13: a norm multiplies each channel by a gain. Which number stands for it in the file?
 
 Chapter 07's RMSNorm stores the gain itself, which starts at 1. Two other forms are in use:
 
@@ -15,9 +15,9 @@ In a file, names and shapes don't show the form. If Gemma's w are read as gains,
 what the norms give is nearly 0, with random signs. And a file may have the 1 added already:
 llama.cpp adds it when it makes a GGUF file of Gemma.
 
-    python step_14_store-gains-as-one-plus-w.py
+    python step_13_store-gains-as-one-plus-w.py
 
-draws outputs/step_14.png. Shapes: C = d_model, the last axis of x (..., C).
+draws outputs/step_13.png. Shapes: C = d_model, the last axis of x (..., C).
 """
 
 import sys
@@ -123,7 +123,7 @@ def main() -> int:
     console.say(f"\npicture: {draw_picture(decayed, moved)}")
     console.say("Look at the first row: stored itself, a gain decays, and bfloat16 holds it at 1.")
 
-    draw = generator(1, "step_14")
+    draw = generator(1, "gains")
     x = torch.randn(3, 1_001, dtype=torch.float64, generator=draw)
     plus_one = GainPlusOne(1_001).double()
     nn.init.normal_(plus_one.weight, std=0.1, generator=draw)
