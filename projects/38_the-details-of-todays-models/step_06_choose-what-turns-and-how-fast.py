@@ -131,8 +131,9 @@ def main() -> int:
     by_hand = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
     checks.close("speeds, base 1,000, 6 channels", rope_speeds(1000.0, 6), by_hand, 1e-12)
     gemma = DetailedConfig(**build.RECIPES["gemma3"].changes)
-    bases = [round(build.layer_config(gemma, i).rope_base) for i in range(4, 8)]
-    checks.equal("Gemma 3's layers 4 to 7: bases", bases, [10_000, 1_000_000, 10_000, 10_000])
+    windowed = replace(gemma, **window_layer(gemma))
+    checks.equal("Gemma 3's window layers: base", windowed.rope_base, 10_000.0)
+    checks.equal("and its full ones", gemma.rope_base, 1_000_000.0)
     cfg = DetailedConfig(block_size=7, n_heads=3, n_kv_heads=3, d_model=30, rotated=0.4)
     x = torch.randn(7, 10, generator=generator(1, "step_06"), dtype=torch.float64)
     angle = torch.outer(torch.arange(7), rope_speeds(cfg.rope_base, 4))
