@@ -180,7 +180,9 @@ class GainPlusOne(modern.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C), in the dtype of x."""
-        return (unit_rms(x, self.eps) * (1 + self.weight)).to(x.dtype)
+        unit = unit_rms(x, self.eps)
+        gain = 1 + self.weight.to(unit.dtype)  # in bfloat16, 1 + 0.003 would be 1
+        return (unit * gain).to(x.dtype)
 
 
 class NoGain(nn.Module):
