@@ -911,7 +911,7 @@ RECIPES = {
     ),
     "gemma3": recipe(
         "Gemma 3",
-        "as Gemma 2 with q/k norm for the caps; five layers with a window and a base of their own",
+        "Gemma 2's with q/k norm for caps; of six layers five have a window and their own base",
         norm_place="both",
         norm_gain="1 + w",
         norm_eps=1e-6,
@@ -1043,14 +1043,33 @@ def recipes_table() -> Table:
     return Table(["recipe", "model", "details"], rows)
 
 
+def in_words(value: object) -> str:
+    """A field's value as a person would write it."""
+    if value is None:
+        return "-"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+        return f"{value:,.10g}"
+    return str(value)
+
+
 def details_table(name: str) -> Table:
-    """The fields that a recipe and its published shape change, beside chapter 37's."""
+    """The fields in which a recipe differs from chapter 37's model."""
+    here = RECIPES[name].changes | PUBLISHED[name].shape
     rows = []
-    for field, value in (RECIPES[name].changes | PUBLISHED[name].shape).items():
+    for field in RECIPES[name].changes:
         usual = DetailedConfig.__dataclass_fields__[field].default
-        origin = "size" if field in PUBLISHED[name].shape else str(usual)
-        rows.append([field, str(value), origin])
-    return Table(["field", "here", "by default"], rows)
+        if here[field] != usual:
+            rows.append([field, in_words(here[field]), in_words(usual)])
+    return Table(["field", "here", "chapter 37"], rows)
+
+
+def sizes_in_words(name: str) -> str:
+    """The sizes of the published model, which the recipe leaves open."""
+    shape = {"vocab_size": PUBLISHED[name].vocab_size} | PUBLISHED[name].shape
+    sizes = [f for f in shape if f not in RECIPES[name].changes]
+    return ", ".join(f"{field} {in_words(shape[field])}" for field in sizes)
 
 
 def counts_table(name: str) -> Table:
@@ -1060,25 +1079,31 @@ def counts_table(name: str) -> Table:
     stored = gpt.count_parameters(model)
     ends = {model.token_embedding.weight, model.lm_head.weight}  # one, if they are tied
     inner = stored - sum(weight.numel() for weight in ends)
+    active = sparse.active_parameters(model)
+    length = min(LONG_TEXT, model.cfg.block_size)
+    megabytes = cache_bytes(model, length) / 1e6
     rows = [
         ["parameters", f"{stored:,}", published.parameters],
         ["without embedding and head", f"{inner:,}", published.inner or ""],
-        ["that a token uses", f"{sparse.active_parameters(model):,}", published.active or ""],
-        ["cache, bytes a token", f"{cache_bytes(model, 1):,}", ""],
-        [f"cache of {LONG_TEXT:,} tokens", f"{cache_bytes(model, LONG_TEXT):,}", ""],
+        ["cache of one token, bytes", f"{cache_bytes(model, 1):,}", ""],
+        [f"cache of {length:,} tokens, MB", f"{megabytes:,.0f}", ""],
     ]
+    if active < stored:
+        rows.insert(2, ["that a token uses", f"{active:,}", published.active or ""])
     return Table(["counted", "here", "published"], rows)
 
 
 def show(name: str) -> None:
     """Print one recipe."""
     published = PUBLISHED[name]
-    say(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}.\n")
+    say(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}.")
+    say()
     say(details_table(name))
-    say(f"\n{published.name}, {published.vocab_size:,} tokens; counted on the meta device, that is")
-    say("without any numbers; a number in the cache takes two bytes:\n")
+    say(f"\nSizes of {published.name}: {sizes_in_words(name)}.")
+    say()
     say(counts_table(name))
-    say(f"\nPublished: {published.source}")
+    say("\nCounted on the meta device: shapes without numbers. In a cache a number takes 2 bytes.")
+    say(f"Published: {published.source}")
 
 
 def main(argv: list[str] | None = None) -> int:
