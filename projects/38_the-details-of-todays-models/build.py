@@ -553,10 +553,8 @@ class LatentAttention(GroupedAttention):
         self, x: torch.Tensor, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries and keys (B, H, T, D), values (B, H, T, d_value)."""
-        q = self.queries(x, start)
-        latent, place = self.shorten(x, start)
-        k, v = self.lengthen(latent, place)
-        return q, k, v
+        k, v = self.lengthen(*self.shorten(x, start))
+        return self.queries(x, start), k, v
 
 
 ATTENTIONS = {
