@@ -1012,10 +1012,10 @@ RECIPES = {
 # ---------------------------------------------------------------- published shapes
 
 
-def at_published_shape(name: str) -> DetailedGPT:
+def at_published_shape(name: str, **changes) -> DetailedGPT:
     """A recipe's model as it was published, on the meta device: shapes without numbers."""
     published = PUBLISHED[name]
-    cfg = DetailedConfig(**RECIPES[name].changes | published.shape)
+    cfg = DetailedConfig(**RECIPES[name].changes | published.shape | changes)
     with torch.device("meta"):
         return DetailedGPT(cfg, published.vocab_size)
 
