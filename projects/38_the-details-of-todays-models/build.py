@@ -1041,6 +1041,66 @@ def recipes_table() -> Table:
     return Table(["recipe", "model", "details"], rows)
 
 
+PLACES = (
+    "Empty is as in chapter 37. norm: LN is LayerNorm; 1+w and none are an RMSNorm's gains. window: "
+    "so many layers have one. RoPE: 3 of 4 layers; or what slows it for long texts. MoE: experts, "
+    "+ 1 shared by all, sum<1 if gates aren't divided by their sum. ends: a tied head, × for "
+    "multipliers, a cap on the logits, a norm on the embeddings."
+)
+
+
+def places(cfg: DetailedConfig) -> dict[str, str]:
+    """What stands in each place of a model, in short words; empty where it is chapter 37's."""
+    kinds = cfg.layer_kinds
+    scaling = type(cfg.rope_scaling).__name__.removesuffix("Scaling")
+    found = {
+        "norm": {
+            "LN": cfg.norm_type == "layernorm",
+            cfg.norm_gain.replace(" ", ""): cfg.norm_gain != "w",
+        },
+        "place": {cfg.norm_place: cfg.norm_place != "before"},
+        "attention": {
+            cfg.attention: cfg.attention != "grouped",
+            "biases": cfg.bias or cfg.qkv_bias,
+            "cap": cfg.score_cap is not None,
+        },
+        "window": {f"{kinds.count('window')} of {len(kinds)}": "window" in kinds},
+        "RoPE": {
+            cfg.position_type: cfg.position_type != "rope",
+            f"{len(kinds) - 1} of {len(kinds)}": "no positions" in kinds,
+            "2 bases": cfg.window_rope_base is not None,
+            scaling: scaling in ("Llama3", "YaRN"),
+        },
+        "MLP": {
+            cfg.mlp_type: cfg.mlp_type in ACTIVATIONS,
+            "GELU gate": cfg.mlp_type == "swiglu" and cfg.activation == "gelu_tanh",
+            "MoE": cfg.mlp_type == "moe",
+            "clamp": cfg.gated_mlp == "clamped",
+            "+ 1": cfg.n_shared_experts is not None,
+            "sum<1": not cfg.renormalise,
+        },
+        "ends": {
+            "tied": cfg.tied,
+            "×": cfg.embedding_scale != 1 or cfg.logit_scale != 1,
+            "norm": cfg.embedding_norm,
+            "cap": cfg.logit_cap is not None,
+        },
+    }
+    return {
+        place: " ".join(word for word, holds in words.items() if holds)
+        for place, words in found.items()
+    }
+
+
+def places_table() -> Table:
+    """Every recipe, place by place."""
+    rows = []
+    for name, r in RECIPES.items():
+        found = places(DetailedConfig(**r.changes))
+        rows.append([name, *found.values()])
+    return Table(["recipe", *found], rows)
+
+
 def in_words(value: object) -> str:
     """A field's value as a person would write it."""
     if value is None:
@@ -1110,6 +1170,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.show is None:
         say(recipes_table())
+        say("\nThe same place by place:")
+        say()
+        say(places_table())
+        say("\n" + PLACES)
     else:
         show(options.show)
     return 0

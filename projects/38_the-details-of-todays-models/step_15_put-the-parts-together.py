@@ -1,0 +1,115 @@
+"""Step 15: put the parts together.
+
+Each step before this one exchanged a part of chapter 37's model. A whole model is a list of such
+parts, and here the list is data. A recipe names the fields of the config that it changes, and a
+field names a class in a table: norm_place="after" is BLOCKS["after"]. So a new model is ten lines
+of data, and no line of the model's code asks for a model's name.
+
+Two things are left to do. Layers may differ: of Gemma 3's six, five see a window, and the first
+three of DeepSeek-V3 have no experts. layer_config() makes the config of one layer out of the
+model's. And the model has two ends: what is done to the embeddings, and to the logits.
+
+    python step_15_put-the-parts-together.py
+
+prints which model has which detail in which place.
+"""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
+
+from shared import chapters, cli
+from shared.checks import Checks
+from shared.cli import Variant
+from shared.console import say
+
+gpt = chapters.load_build(5)
+real = chapters.load_build(37)
+today = chapters.load_build(38)  # the finished chapter: what is not on this page
+BLOCKS, LAYER_KINDS = today.BLOCKS, today.LAYER_KINDS
+DetailedConfig, GainPlusOne, Head = today.DetailedConfig, today.GainPlusOne, today.Head
+Llama3Scaling, SinkAttention, make_norm = today.Llama3Scaling, today.SinkAttention, today.make_norm
+
+# ---------------------------------------------------------------- the idea
+
+
+def layer_config(cfg: DetailedConfig, layer: int) -> DetailedConfig:
+    """The config of one layer, counted from 0: what its kind and its place change is filled in."""
+    kind = cfg.layer_kinds[layer % len(cfg.layer_kinds)]
+    changes = LAYER_KINDS[kind](cfg) | {"layer_kinds": (kind,)}
+    if cfg.mlp_type == "moe":
+        if cfg.n_dense_layers is not None and layer < cfg.n_dense_layers:
+            changes["mlp_type"] = "swiglu"
+        elif cfg.d_expert is not None:
+            changes["d_hidden"] = cfg.d_expert
+    return replace(cfg, **changes)
+
+
+class DetailedGPT(real.RealGPT):
+    """Chapter 37's model with blocks that may differ from layer to layer; forward() is 05's."""
+
+    def __init__(self, cfg: DetailedConfig, vocab_size: int):
+        super().__init__(cfg, vocab_size)
+        layers = [layer_config(cfg, i) for i in range(cfg.n_layers)]
+        self.blocks = nn.ModuleList(BLOCKS[layer.norm_place](layer) for layer in layers)
+        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else None
+        self.lm_head = Head(cfg, vocab_size)
+        if cfg.tied:
+            self.lm_head.weight = self.token_embedding.weight
+
+    def make_block(self, cfg: DetailedConfig) -> nn.Module:
+        return nn.Identity()  # keeps the place until __init__ knows the layer's config
+
+    def make_norm(self, cfg: DetailedConfig) -> nn.Module:
+        return make_norm(cfg, cfg.d_model)
+
+    def embed(self, idx: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) -> the start of the residual stream (B, T, C)."""
+        scale = self.cfg.embedding_scale
+        if scale == "sqrt":
+            scale = math.sqrt(self.cfg.d_model)
+        x = scale * super().embed(idx)
+        if self.embedding_norm is None:
+            return x
+        return self.embedding_norm(x)
+
+
+def init_parameters(model: DetailedGPT, seed: int) -> None:
+    """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
+    gpt.init_parameters(model, seed)
+    for module in model.modules():
+        if isinstance(module, GainPlusOne):
+            nn.init.zeros_(module.weight)
+        if isinstance(module, SinkAttention):
+            nn.init.zeros_(module.sinks)
+
+
+def recipe(name: str, told: str, **changes) -> Variant:
+    """A model as data: its name, what sets it apart in words, and the fields that it changes."""
+    return Variant(name, labels={"model": name, "details": told}, changes=changes)
+
+
+GPT2 = recipe(
+    "GPT-2",
+    "LayerNorm, biases, learned positions, plain MLP",
+    norm_type="layernorm",
+    bias=True,
+    position_type="learned",
+    mlp_type="gelu",
+    activation="gelu_tanh",
+)
+LLAMA3 = recipe(
+    "Llama 3",
+    "shared key/value heads, RoPE of base 500,000, slowed for long texts from 3.1 on",
+    tied=False,
+    rope_base=500_000.0,
+    rope_scaling=Llama3Scaling(factor=8.0, trained=8_192),
+)
+
+# ---------------------------------------------------------------- look at it
