@@ -805,7 +805,7 @@ class DetailedGPT(real.RealGPT):
         super().__init__(cfg, vocab_size)
         layers = [layer_config(cfg, i) for i in range(cfg.n_layers)]
         self.blocks = nn.ModuleList(BLOCKS[layer.norm_place](layer) for layer in layers)
-        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else None
+        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else nn.Identity()
         self.lm_head = Head(cfg, vocab_size)
         if cfg.tied:
             self.lm_head.weight = self.token_embedding.weight
@@ -821,10 +821,7 @@ class DetailedGPT(real.RealGPT):
         scale = self.cfg.embedding_scale
         if scale == "sqrt":
             scale = math.sqrt(self.cfg.d_model)
-        x = scale * super().embed(idx)
-        if self.embedding_norm is None:
-            return x
-        return self.embedding_norm(x)
+        return self.embedding_norm(scale * super().embed(idx))
 
 
 def init_parameters(model: DetailedGPT, seed: int) -> None:
@@ -1041,12 +1038,13 @@ def recipes_table() -> Table:
     return Table(["recipe", "model", "details"], rows)
 
 
-PLACES = (
-    "Empty is as in chapter 37. norm: LN is LayerNorm; 1+w and none are an RMSNorm's gains. window: "
-    "so many layers have one. RoPE: 3 of 4 layers; or what slows it for long texts. MoE: experts, "
-    "+ 1 shared by all, sum<1 if gates aren't divided by their sum. ends: a tied head, × for "
-    "multipliers, a cap on the logits, a norm on the embeddings."
-)
+PLACES = """\
+norm    LN is LayerNorm; 1+w and none are the gains of an RMSNorm
+place   where the norms stand
+window  how many of the layers have one
+RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
+MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
+ends    tied head; × multipliers; cap on the logits; norm on the embeddings"""
 
 
 def places(cfg: DetailedConfig) -> dict[str, str]:
@@ -1170,10 +1168,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.show is None:
         say(recipes_table())
-        say("\nThe same place by place:")
+        say("\nThe same, place by place; empty is as in chapter 37:")
         say()
         say(places_table())
-        say("\n" + PLACES)
+        say(f"\n{PLACES}")
     else:
         show(options.show)
     return 0

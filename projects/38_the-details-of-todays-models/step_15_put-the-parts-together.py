@@ -1,17 +1,16 @@
 """Step 15: put the parts together.
 
 Each step before this one exchanged a part of chapter 37's model. A whole model is a list of such
-parts, and here the list is data. A recipe names the fields of the config that it changes, and a
-field names a class in a table: norm_place="after" is BLOCKS["after"]. So a new model is ten lines
-of data, and no line of the model's code asks for a model's name.
+parts, and here the list is data: a recipe names the fields of the config that it changes, and a
+field names a class in a table. norm_place="after" is BLOCKS["after"]. So a new model is some ten
+lines of data, and the model's code never asks for a model's name.
 
-Two things are left to do. Layers may differ: of Gemma 3's six, five see a window, and the first
-three of DeepSeek-V3 have no experts. layer_config() makes the config of one layer out of the
-model's. And the model has two ends: what is done to the embeddings, and to the logits.
+Layers may differ: of Gemma 3's, five in six see a window; DeepSeek-V3's first three have no
+experts. So layer_config() makes the config of each layer out of the model's.
 
     python step_15_put-the-parts-together.py
 
-prints which model has which detail in which place.
+prints which model has which part in which place.
 """
 
 import math
@@ -28,13 +27,20 @@ from shared import chapters, cli
 from shared.checks import Checks
 from shared.cli import Variant
 from shared.console import say
+from shared.randomness import generator
 
 gpt = chapters.load_build(5)
 real = chapters.load_build(37)
 today = chapters.load_build(38)  # the finished chapter: what is not on this page
-BLOCKS, LAYER_KINDS = today.BLOCKS, today.LAYER_KINDS
-DetailedConfig, GainPlusOne, Head = today.DetailedConfig, today.GainPlusOne, today.Head
-Llama3Scaling, SinkAttention, make_norm = today.Llama3Scaling, today.SinkAttention, today.make_norm
+BLOCKS = today.BLOCKS
+LAYER_KINDS = today.LAYER_KINDS
+DetailedConfig = today.DetailedConfig
+GainPlusOne = today.GainPlusOne
+Head = today.Head
+Llama3Scaling = today.Llama3Scaling
+SinkAttention = today.SinkAttention
+make_norm = today.make_norm
+SIZES = {"block_size": 13, "n_layers": 3, "n_heads": 3, "d_model": 24}
 
 # ---------------------------------------------------------------- the idea
 
@@ -58,7 +64,7 @@ class DetailedGPT(real.RealGPT):
         super().__init__(cfg, vocab_size)
         layers = [layer_config(cfg, i) for i in range(cfg.n_layers)]
         self.blocks = nn.ModuleList(BLOCKS[layer.norm_place](layer) for layer in layers)
-        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else None
+        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else nn.Identity()
         self.lm_head = Head(cfg, vocab_size)
         if cfg.tied:
             self.lm_head.weight = self.token_embedding.weight
@@ -74,10 +80,7 @@ class DetailedGPT(real.RealGPT):
         scale = self.cfg.embedding_scale
         if scale == "sqrt":
             scale = math.sqrt(self.cfg.d_model)
-        x = scale * super().embed(idx)
-        if self.embedding_norm is None:
-            return x
-        return self.embedding_norm(x)
+        return self.embedding_norm(scale * super().embed(idx))
 
 
 def init_parameters(model: DetailedGPT, seed: int) -> None:
@@ -113,3 +116,33 @@ LLAMA3 = recipe(
 )
 
 # ---------------------------------------------------------------- look at it
+
+
+def logits(theirs: nn.Module, model: Variant, **changes) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the recipe's model makes of two texts, and `theirs`, whose numbers it gets."""
+    for name, p in theirs.named_parameters():
+        nn.init.normal_(p, std=0.3, generator=generator(1, "step_15", name))
+    ours = DetailedGPT(DetailedConfig(**model.changes | SIZES | changes), vocab_size=31)
+    ours.load_state_dict(theirs.state_dict())
+    idx = torch.arange(22).view(2, 11)
+    return ours(idx)[0], theirs(idx)[0]
+
+
+@torch.no_grad()
+def main() -> int:
+    say(today.places_table())
+    say(f"\n{today.PLACES}")
+    say("\nLook at the rows of Llama 3 and Gemma 2: one detail, and seven.")
+
+    checks = Checks()
+    classic = gpt.GPT(gpt.GPTConfig(**SIZES), vocab_size=31)
+    ours, theirs = logits(classic, GPT2, n_kv_heads=3, activation="gelu")  # 05's GELU is exact
+    checks.close("GPT-2: chapter 05's logits", ours, theirs, 1e-5)
+    grouped = real.RealGPT(real.GroupedConfig(**SIZES, n_kv_heads=1, rope_base=5e5), vocab_size=31)
+    ours, theirs = logits(grouped, LLAMA3, n_kv_heads=1, rope_scaling=None)  # as 3.0 was
+    checks.close("Llama 3: chapter 37's logits", ours, theirs, 1e-5)
+    return checks.report()
+
+
+if __name__ == "__main__":
+    cli.run_step(main, __doc__)
