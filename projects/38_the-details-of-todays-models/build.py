@@ -1038,7 +1038,7 @@ def recipes_table() -> Table:
     return Table(["recipe", "model", "details"], rows)
 
 
-PLACES = """\
+HOW_TO_READ = """\
 norm    LN is LayerNorm; 1+w and none are the gains of an RMSNorm
 place   where the norms stand
 window  how many of the layers have one
@@ -1171,7 +1171,7 @@ def main(argv: list[str] | None = None) -> int:
         say("\nThe same, place by place; empty is as in chapter 37:")
         say()
         say(places_table())
-        say(f"\n{PLACES}")
+        say(f"\n{HOW_TO_READ}")
     else:
         show(options.show)
     return 0

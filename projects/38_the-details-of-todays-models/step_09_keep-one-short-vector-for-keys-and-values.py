@@ -35,11 +35,11 @@ from shared.console import Table, say
 from shared.randomness import generator
 
 gpt = chapters.load_build(5)
-today = chapters.load_build(38)  # the finished chapter: what is not on this page
-DetailedConfig = today.DetailedConfig
-GroupedAttention = today.GroupedAttention
-make_norm = today.make_norm
-V3 = today.PUBLISHED["deepseek-v3"].shape
+build = chapters.load_build(38)  # the finished chapter: what is not on this page
+DetailedConfig = build.DetailedConfig
+GroupedAttention = build.GroupedAttention
+make_norm = build.make_norm
+V3 = build.PUBLISHED["deepseek-v3"].shape
 SIZES = {"d_model": 21, "n_heads": 3, "n_kv_heads": 3, "d_head": 16, "q_rank": 11, "d_value": 5}
 
 # ---------------------------------------------------------------- the idea

@@ -35,9 +35,9 @@ from shared.console import Table, say
 from shared.randomness import generator
 
 modern = chapters.load_build(7)
-today = chapters.load_build(38)  # the finished chapter: what is not on this page
-DetailedConfig = today.DetailedConfig
-make_gated_mlp = today.make_gated_mlp  # chapter 07's SwiGLU, or another with a gate
+build = chapters.load_build(38)  # the finished chapter: what is not on this page
+DetailedConfig = build.DetailedConfig
+make_gated_mlp = build.make_gated_mlp  # chapter 07's SwiGLU, or another with a gate
 
 FORMS = {
     "as they are (OLMoE)": {"renormalise": False},

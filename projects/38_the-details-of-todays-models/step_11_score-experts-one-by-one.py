@@ -35,10 +35,10 @@ from shared.checks import Checks
 from shared.console import Table, say
 from shared.randomness import generator
 
-today = chapters.load_build(38)  # the finished chapter: what is not on this page
-DetailedConfig = today.DetailedConfig
-SoftmaxMoE = today.SoftmaxMoE  # in step 10
-best = today.best  # the numbers of the k largest scores
+build = chapters.load_build(38)  # the finished chapter: what is not on this page
+DetailedConfig = build.DetailedConfig
+SoftmaxMoE = build.SoftmaxMoE  # in step 10
+best = build.best  # the numbers of the k largest scores
 
 # ---------------------------------------------------------------- the idea
 

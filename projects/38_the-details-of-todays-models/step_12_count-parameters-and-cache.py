@@ -32,11 +32,11 @@ from shared.console import Table, say
 
 gpt = chapters.load_build(5)
 sparse = chapters.load_build(18)
-today = chapters.load_build(38)  # the finished chapter: what is not on this page
-DetailedConfig = today.DetailedConfig
-DetailedGPT = today.DetailedGPT
-PUBLISHED = today.PUBLISHED
-RECIPES = today.RECIPES
+build = chapters.load_build(38)  # the finished chapter: what is not on this page
+DetailedConfig = build.DetailedConfig
+DetailedGPT = build.DetailedGPT
+PUBLISHED = build.PUBLISHED
+RECIPES = build.RECIPES
 
 # ---------------------------------------------------------------- the idea
 

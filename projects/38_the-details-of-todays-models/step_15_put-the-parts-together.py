@@ -6,7 +6,8 @@ field names a class in a table. norm_place="after" is BLOCKS["after"]. So a new 
 lines of data, and the model's code never asks for a model's name.
 
 Layers may differ: of Gemma 3's, five in six see a window; DeepSeek-V3's first three have no
-experts. So layer_config() makes the config of each layer out of the model's.
+experts. So each layer gets a config of its own, which layer_config() makes of the model's. What is
+left to say is in the class below: the two ends, embeddings and logits.
 
     python step_15_put-the-parts-together.py
 
@@ -15,7 +16,6 @@ prints which model has which part in which place.
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,30 +31,18 @@ from shared.randomness import generator
 
 gpt = chapters.load_build(5)
 real = chapters.load_build(37)
-today = chapters.load_build(38)  # the finished chapter: what is not on this page
-BLOCKS = today.BLOCKS
-LAYER_KINDS = today.LAYER_KINDS
-DetailedConfig = today.DetailedConfig
-GainPlusOne = today.GainPlusOne
-Head = today.Head
-Llama3Scaling = today.Llama3Scaling
-SinkAttention = today.SinkAttention
-make_norm = today.make_norm
+build = chapters.load_build(38)  # the finished chapter: what is not on this page
+BLOCKS = build.BLOCKS
+DetailedConfig = build.DetailedConfig
+GainPlusOne = build.GainPlusOne
+Head = build.Head
+Llama3Scaling = build.Llama3Scaling
+SinkAttention = build.SinkAttention
+layer_config = build.layer_config  # in step 03
+make_norm = build.make_norm
 SIZES = {"block_size": 13, "n_layers": 3, "n_heads": 3, "d_model": 24}
 
 # ---------------------------------------------------------------- the idea
-
-
-def layer_config(cfg: DetailedConfig, layer: int) -> DetailedConfig:
-    """The config of one layer, counted from 0: what its kind and its place change is filled in."""
-    kind = cfg.layer_kinds[layer % len(cfg.layer_kinds)]
-    changes = LAYER_KINDS[kind](cfg) | {"layer_kinds": (kind,)}
-    if cfg.mlp_type == "moe":
-        if cfg.n_dense_layers is not None and layer < cfg.n_dense_layers:
-            changes["mlp_type"] = "swiglu"
-        elif cfg.d_expert is not None:
-            changes["d_hidden"] = cfg.d_expert
-    return replace(cfg, **changes)
 
 
 class DetailedGPT(real.RealGPT):
@@ -130,8 +118,8 @@ def logits(theirs: nn.Module, model: Variant, **changes) -> tuple[torch.Tensor, 
 
 @torch.no_grad()
 def main() -> int:
-    say(today.places_table())
-    say(f"\n{today.PLACES}")
+    say(build.places_table())
+    say(f"\n{build.HOW_TO_READ}")
     say("\nLook at the rows of Llama 3 and Gemma 2: one detail, and seven.")
 
     checks = Checks()
