@@ -2,19 +2,19 @@
 
 A model that writes keeps the keys and values of all past tokens: its cache. Grouped heads (chapter
 37, step 03) make it smaller by having fewer heads of keys and values. Latent attention (DeepSeek-V2
-and V3) keeps one short vector for each token instead. A matrix, call it U, makes the keys and
-values of all heads of it: in DeepSeek-V3 2 · 128 heads · 128 channels, made of 512 numbers.
+and V3) keeps one short vector for each token instead, the latent. A matrix, call it U, makes the
+keys and values of all heads out of it: in DeepSeek-V3, 2 · 128 · 128 numbers out of 512.
 
 Must all past keys be made again for each new token? No. A score is query · (U short), and that is
 the same number as (Uᵀ query) · short. So the new query goes through U, once, and then reads the
 short vectors as they lie in the cache. No key is ever made.
 
-But RoPE turns a key by an angle that depends on its position. If a key is turned after it was made,
-that turn, another at each position, stands between U and the query. And if the short vector is
-turned, U mixes what was turned, and the score depends on more than the distance. So a head's
-channels are of two sorts. Content is made of the short vector and never turned. Position is turned,
-and made of the token directly: one key of 64 channels for all heads, which the cache keeps too.
-That is 576 numbers, hardly more than the keys and values of two ordinary heads: 512.
+But RoPE turns a key by an angle that depends on its position. If we turn a key after it is made,
+the turn stands between U and the query, and it is another at each position. If we turn the short
+vector, U mixes what was turned, and the score depends on more than the distance. So a head has
+channels of two sorts. Content is made of the short vector and never turned. Position is turned, and
+made of the token directly: one key of 64 channels for all heads, which the cache keeps too. That is
+576 numbers in all. Two ordinary heads keep 512.
 
     python step_09_keep-one-short-vector-for-keys-and-values.py
 
@@ -137,8 +137,8 @@ def main() -> int:
     checks = Checks()
     with torch.device("meta"):  # shapes without numbers
         in_v3 = LatentAttention(DetailedConfig(**V3, attention="latent"))
-    checks.equal("in DeepSeek-V3 the cache keeps", in_v3.n_cached, 576)
-    checks.equal("and U makes of it", in_v3.kv_up.out_features, 2 * 128 * 128)
+    checks.equal("DeepSeek-V3's cache keeps", in_v3.n_cached, 576)
+    checks.equal("U makes out of 512", in_v3.kv_up.out_features, 2 * 128 * 128)
     checks.close("moved on by 100: same score", found[100][0], found[0][0], 1e-9)
     ours = newest_output(attention, x)
     checks.close("no key made: same output", ours, attention(x)[:, -1:], 1e-9)

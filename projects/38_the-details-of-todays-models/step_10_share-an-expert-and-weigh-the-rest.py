@@ -9,11 +9,10 @@ are added, each times its gate. What is a gate? Today's models disagree:
 - OLMoE: the probabilities as they are. A router that can't decide between 64 experts gives the best
   eight 8/64 together, so the layer adds little; a router that is certain gives them nearly 1.
 
-DeepSeek has one more expert, which all tokens use, without a gate (Dai et al. 2024, eq. 9). It is
-meant for what every token needs: without it, each expert would have to learn that for itself. But
-its output is long. Eight vectors that point in different directions, each times 1/8, have a sum of
-length 1/√8 = 0.35; the shared expert's has length 1. So the eight would hardly count. DeepSeek-V3
-multiplies their gates by 2.5.
+DeepSeek has one more expert, which all tokens use, without a gate (Dai et al. 2024). It is meant
+for what every token needs: without it, each expert would have to learn that for itself. But it is
+loud. Eight vectors of length 1 that point in different directions, each times 1/8, add up to length
+1/√8 = 0.35, while the shared expert keeps its 1. DeepSeek-V3 multiplies the gates by 2.5.
 
     python step_10_share-an-expert-and-weigh-the-rest.py
 
@@ -121,7 +120,7 @@ def main() -> int:
         length = (moe(x) - shared).norm() / shared.norm()
         rows.append([form, f"{gates.sum(-1).mean():.2f}", f"{length:.2f}"])
     say(Table(["gates of eight experts", "their sum", "length of their output"], rows))
-    say("\nThe last column is a length; the shared expert's is 1. With 2.5 they are about equal.")
+    say("\nLook at the last column: only with 2.5 are the eight as long as the shared one, 1.")
 
     checks = Checks()
     largest = moe.router(x).topk(8).values

@@ -129,6 +129,8 @@ def main() -> int:
     grouped = real.RealGPT(real.GroupedConfig(**SIZES, n_kv_heads=1, rope_base=5e5), vocab_size=31)
     ours, theirs = logits(grouped, LLAMA3, n_kv_heads=1, rope_scaling=None)  # as 3.0 was
     checks.close("Llama 3: chapter 37's logits", ours, theirs, 1e-5)
+    in_build = [build.RECIPES["gpt2"], build.RECIPES["llama3"]]
+    checks.equal("build.py has the same two", in_build == [GPT2, LLAMA3], True)
     return checks.report()
 
 

@@ -1,15 +1,16 @@
 """Step 16: choose the curve of the MLP. (Best read before step 10.)
 
-Between the matrices of an MLP stands a curve, its activation function. Chapter 07 compared curves;
-here is which model has which, and how far apart they are:
+Between the matrices of an MLP stands a curve, its activation function. Which model has which?
 
-- GPT-2: GELU, x · Φ(x), where Φ(x) is the probability that a Gaussian number is below x. But it
-  used a formula with tanh instead, which was faster. A port to the exact GELU is off by 0.0005 at
-  most, for each number in each layer: no text shows it, only a comparison of logits does.
-- Llama, Qwen, Mistral and most others: a gated MLP, down(silu(gate(x)) · up(x)), with
-  silu(x) = x · σ(x). Each number of up(x) is let through as far as its gate is open: SwiGLU.
-- Gemma: gated too, with GPT-2's curve for the gate: GEGLU.
-- nanochat: not gated, max(x, 0)².
+- GPT-2: GELU, x · Φ(x), where Φ(x) is the probability that a Gaussian number is below x. But not
+  quite: it computes Φ by a formula with tanh, which is off by 0.0005 at most. Rounding a number
+  near 1 to bfloat16 costs up to 0.004. So whoever takes the exact GELU for GPT-2's weights won't
+  notice, until logits are compared.
+- Llama, Mistral, Qwen, OLMo: a gated MLP, down(silu(gate(x)) · up(x)) with silu(x) = x · σ(x),
+  where σ(x) = 1 / (1 + e^-x). Each number of up(x) passes as far as its gate is open. It is called
+  SwiGLU (chapter 07, step 07).
+- Gemma: gated as well, but the gate has GPT-2's curve: GEGLU.
+- nanochat: no gate, and max(x, 0)² for the curve.
 
     python step_16_choose-the-curve-of-the-mlp.py
 
@@ -103,7 +104,7 @@ def main() -> int:
     curves["silu"] = F.silu(x)
     rows = [[name, f"{(y - F.gelu(x)).abs().max():.5f}"] for name, y in curves.items()]
     say(Table(["curve", "furthest from GELU"], rows))
-    say("\nThe first number is too small to be heard in a text, and too large for equal logits.")
+    say("\nLook at the first two: both stand in for GELU in some model, and neither is GELU.")
     say(f"The picture is {draw_picture(x)}.")
 
     checks = Checks()
