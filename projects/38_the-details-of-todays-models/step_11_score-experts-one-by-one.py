@@ -85,8 +85,8 @@ def draw_picture(scores: torch.Tensor, chosen: dict[str, torch.Tensor]) -> Path:
     """The scores of one token's experts, a row for each machine, and dots on the chosen."""
     figure = figures.new_figure(9, 2.6)
     for axes, (title, experts) in zip(figure.subplots(1, 2, sharey=True), chosen.items()):
-        axes.imshow(scores.view(8, 32), cmap="Blues", aspect="auto")
-        axes.plot(experts % 32, experts // 32, "o", color=figures.COLOURS[1])
+        axes.imshow(scores.view(8, 32).numpy(), cmap="Blues", aspect="auto")
+        axes.plot((experts % 32).numpy(), (experts // 32).numpy(), "o", color=figures.COLOURS[1])
         axes.set(title=title, xlabel="expert", xticks=[], yticks=range(8))
     figure.axes[0].set_ylabel("machine")
     return figures.save(figure, __file__)

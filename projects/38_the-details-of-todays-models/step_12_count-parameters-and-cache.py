@@ -64,8 +64,11 @@ def cache_bytes(model: DetailedGPT, n_positions: int, bytes_each: int = 2) -> in
 LONG_TEXT = 32_768  # positions
 
 
+STORED, ACTIVE, TOKEN, TEXT = range(4)  # the places of four counts
+
+
 def counts(name: str, **changes) -> torch.Tensor:
-    """Parameters, active ones, and the bytes of a cache for one token and for a long text."""
+    """Parameters, active ones, and the bytes of a cache for one token and for a long text, (4,)."""
     model = at_published_shape(name, **changes)
     stored = gpt.count_parameters(model)
     active = sparse.active_parameters(model)
@@ -103,7 +106,7 @@ def draw_picture(found: dict[str, torch.Tensor]) -> Path:
     kinds = ("all heads", "grouped heads", "windows", "latent attention")
     for row, (name, count) in enumerate(found.items()):
         colour = figures.COLOURS[kinds.index(kind(name))]
-        gigabytes = count[3].item() / 1e9
+        gigabytes = count[TEXT].item() / 1e9
         axes.plot((0.1, gigabytes), (row, row), color="0.9", zorder=0)
         axes.plot(gigabytes, row, "o", color=colour)
         axes.annotate(f"{gigabytes:.2g}", (gigabytes, row), (8, -4), textcoords="offset points")
@@ -120,7 +123,7 @@ def draw_picture(found: dict[str, torch.Tensor]) -> Path:
 def main() -> int:
     found = {name: counts_by_period(name, period) for name, period in PERIODS.items()}
     found |= {name: counts(name) for name in RECIPES if name not in found}
-    found = dict(sorted(found.items(), key=lambda item: -item[1][3].item()))
+    found = dict(sorted(found.items(), key=lambda item: -item[1][TEXT].item()))
     rows = []
     for name, count in found.items():
         stored, active, token, text = count.tolist()
@@ -132,12 +135,12 @@ def main() -> int:
     say(f"The picture is {draw_picture(found)}.")
 
     checks = Checks()
-    checks.equal("GPT-2's parameters", found["gpt2"][0].item(), 124_439_808)
-    checks.equal("Llama-3.1-8B's", found["llama3"][0].item(), 8_030_261_248)
-    checks.equal("Mixtral's active ones", found["mixtral"][1].item(), 12_879_925_248)
-    checks.equal("DeepSeek-V3's cache, a token", found["deepseek-v3"][2].item(), 2 * 61 * 576)
-    in_windows = 21 * 4_096 + 21 * LONG_TEXT  # Gemma 2: half of its 42 layers see 4,096 positions
-    checks.equal("Gemma-2-9B's, long", found["gemma2"][3].item(), 2 * in_windows * 2 * 8 * 256)
+    checks.equal("GPT-2's parameters", found["gpt2"][STORED].item(), 124_439_808)
+    checks.equal("Llama-3.1-8B's", found["llama3"][STORED].item(), 8_030_261_248)
+    checks.equal("Mixtral's active ones", found["mixtral"][ACTIVE].item(), 12_879_925_248)
+    checks.equal("DeepSeek-V3's cache, a token", found["deepseek-v3"][TOKEN].item(), 2 * 61 * 576)
+    kept = 21 * 4_096 + 21 * LONG_TEXT  # of Gemma 2's 42 layers half have a window
+    checks.equal("Gemma-2-9B's, long text", found["gemma2"][TEXT].item(), 2 * kept * 2 * 8 * 256)
     return checks.report()
 
 
