@@ -1039,12 +1039,13 @@ def recipes_table() -> Table:
 
 
 HOW_TO_READ = """\
+empty   as in chapter 37; but "tied", its head's matrix is the embedding, always stands
 norm    LN is LayerNorm; 1+w and none are the gains of an RMSNorm
 place   where the norms stand
 window  how many of the layers have one
 RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
 MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
-ends    tied head; × multipliers; cap on the logits; norm on the embeddings"""
+ends    × multipliers; cap: on the logits; norm: on the embeddings"""
 
 
 def places(cfg: DetailedConfig) -> dict[str, str]:
@@ -1168,7 +1169,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.show is None:
         say(recipes_table())
-        say("\nThe same, place by place; empty is as in chapter 37:")
+        say("\nThe same, place by place:")
         say()
         say(places_table())
         say(f"\n{HOW_TO_READ}")
