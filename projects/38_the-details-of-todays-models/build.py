@@ -1039,13 +1039,14 @@ def recipes_table() -> Table:
 
 
 HOW_TO_READ = """\
-empty   as in chapter 37; but "tied", its head's matrix is the embedding, always stands
+empty   as in chapter 37
 norm    LN is LayerNorm; 1+w and none are the gains of an RMSNorm
 place   where the norms stand
 window  how many of the layers have one
 RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
 MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
-ends    × multipliers; cap: on the logits; norm: on the embeddings"""
+ends    tied: head and embedding are one matrix, as in chapter 37; × multipliers;
+        cap: on the logits; norm: on the embeddings"""
 
 
 def places(cfg: DetailedConfig) -> dict[str, str]:
