@@ -1,4 +1,4 @@
-"""Step 12: count parameters and cache.
+"""Step 17: count parameters and cache.
 
 How much memory does a model need? Its parameters stand there once. The cache (the keys and values
 of all past tokens) grows with the text, and there is one for each text that is being written. Of
@@ -7,15 +7,15 @@ the first models there were as many key/value heads as query heads. Three detail
 
 - Grouped heads: several query heads share one key/value head. Llama 3 has 8 for 32.
 - Windows: a layer that sees 4,096 positions has no use for older ones.
-- Latent attention: the keys and values of all heads are made of one short vector (step 09).
+- Latent attention: the keys and values of all heads are made of one short vector (step 11).
 
 To count, nothing has to be stored. PyTorch's meta device makes tensors that have a shape and no
 content, so a model of 671 billion parameters fits on a laptop. Active parameters are those that one
 token uses: all but the experts that it isn't sent to (chapter 18, step 02).
 
-    python step_12_count-parameters-and-cache.py
+    python step_17_count-parameters-and-cache.py
 
-draws outputs/step_12.png: what each model keeps of a text of 32,768 tokens. (Some were not made to
+draws outputs/step_17.png: what each model keeps of a text of 32,768 tokens. (Some were not made to
 read so far; it is what they would need.) The shapes are those that the makers published.
 """
 

@@ -1,4 +1,4 @@
-"""Step 18: what are multipliers for, if the weights beside them could hold them?
+"""Step 16: what are multipliers for, if the weights beside them could hold them?
 
 Granite 3 has four. These are of its size 2B, which has C = 2,048, D = 64 and 40 layers:
 
@@ -14,7 +14,7 @@ Granite 3 has four. These are of its size 2B, which has C = 2,048, D = 64 and 40
 All four can be folded into weights. What a half adds comes out of a matrix, and so do queries.
 Embeddings are harder: if a tied matrix is scaled for the stream, logits become larger, too. But a
 norm stands before the head, and its gain can take that back. It can hold logit_scale as well. Only
-if that norm has no gain (step 13), a tied matrix can't take the multiplier in.
+if that norm has no gain (step 15), a tied matrix can't take the multiplier in.
 
 So multipliers add nothing to what a model can compute. They change how it learns. AdamW moves every
 stored number by about the learning rate, however large its gradient. If a number is multiplied by
@@ -22,9 +22,9 @@ stored number by about the learning rate, however large its gradient. If a numbe
 a learning rate of its own. With the right ones, one rate serves models of any width (µP, Yang et
 al. 2022; Granite's follow Shen et al. 2024).
 
-    python step_18_scale-the-stream.py
+    python step_16_scale-the-stream.py
 
-draws outputs/step_18.png. Shapes: C = d_model, D channels of a head.
+draws outputs/step_16.png. Shapes: C = d_model, D channels of a head.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Step 15: put the parts together.
+"""Step 18: put the parts together.
 
 Each step before this one exchanged a part of chapter 37's model. A whole model is a list of such
 parts, and here the list is data: a recipe names the fields of the config that it changes, and a
@@ -9,7 +9,7 @@ Layers may differ: of Gemma 3's, five in six see a window; DeepSeek-V3's first t
 experts. So each layer gets a config of its own, which layer_config() makes of the model's. What is
 left to say is in the class below: the two ends, embeddings and logits.
 
-    python step_15_put-the-parts-together.py
+    python step_18_put-the-parts-together.py
 
 prints which model has which part in which place.
 """
@@ -38,7 +38,7 @@ GainPlusOne = build.GainPlusOne
 Head = build.Head
 Llama3Scaling = build.Llama3Scaling
 SinkAttention = build.SinkAttention
-layer_config = build.layer_config  # in step 03
+layer_config = build.layer_config  # in step 04
 make_norm = build.make_norm
 SIZES = {"block_size": 13, "n_layers": 3, "n_heads": 3, "d_model": 24}
 
@@ -109,7 +109,7 @@ LLAMA3 = recipe(
 def logits(theirs: nn.Module, model: Variant, **changes) -> tuple[torch.Tensor, torch.Tensor]:
     """What the recipe's model makes of two texts, and `theirs`, whose numbers it gets."""
     for name, p in theirs.named_parameters():
-        nn.init.normal_(p, std=0.3, generator=generator(1, "step_15", name))
+        nn.init.normal_(p, std=0.3, generator=generator(1, "step_18", name))
     ours = DetailedGPT(DetailedConfig(**model.changes | SIZES | changes), vocab_size=31)
     ours.load_state_dict(theirs.state_dict())
     idx = torch.arange(22).view(2, 11)

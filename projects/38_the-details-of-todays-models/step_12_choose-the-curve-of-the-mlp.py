@@ -1,4 +1,4 @@
-"""Step 16: choose the curve of the MLP. (Best read before step 10.)
+"""Step 12: choose the curve of the MLP.
 
 Between the matrices of an MLP stands a curve, its activation function. Which model has which?
 
@@ -12,9 +12,9 @@ Between the matrices of an MLP stands a curve, its activation function. Which mo
 - Gemma: gated as well, but the gate has GPT-2's curve: GEGLU.
 - nanochat: no gate, and max(x, 0)² for the curve.
 
-    python step_16_choose-the-curve-of-the-mlp.py
+    python step_12_choose-the-curve-of-the-mlp.py
 
-draws outputs/step_16.png. Shapes: C = d_model.
+draws outputs/step_12.png. Shapes: C = d_model.
 """
 
 import math
@@ -114,7 +114,7 @@ def main() -> int:
     ours = make_gated_mlp(cfg)
     swiglu = modern.SwiGLU(28, 11)
     swiglu.load_state_dict(ours.state_dict())
-    tokens = torch.randn(5, 28, generator=generator(1, "step_16"))
+    tokens = torch.randn(5, 28, generator=generator(1, "step_12"))
     checks.close("chapter 07's SwiGLU", ours(tokens), swiglu(tokens), 1e-6)
     wide = make_gated_mlp(cfg, times=2)
     checks.equal("twice as wide inside", wide.up_proj.out_features, 22)

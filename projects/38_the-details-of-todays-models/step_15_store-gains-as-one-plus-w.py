@@ -1,4 +1,4 @@
-"""Step 13: a norm multiplies each channel by a gain. Which number stands for it in the file?
+"""Step 15: a norm multiplies each channel by a gain. Which number stands for it in the file?
 
 Chapter 07's RMSNorm stores the gain itself, which starts at 1. Two other forms are in use:
 
@@ -15,9 +15,9 @@ In a file, names and shapes don't show the form. If Gemma's w are read as gains,
 what the norms give is nearly 0, with random signs. And a file may have the 1 added already:
 llama.cpp adds it when it makes a GGUF file of Gemma.
 
-    python step_13_store-gains-as-one-plus-w.py
+    python step_15_store-gains-as-one-plus-w.py
 
-draws outputs/step_13.png. Shapes: C = d_model, the last axis of x (..., C).
+draws outputs/step_15.png. Shapes: C = d_model, the last axis of x (..., C).
 """
 
 import sys

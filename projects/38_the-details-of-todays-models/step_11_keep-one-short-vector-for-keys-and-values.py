@@ -1,4 +1,4 @@
-"""Step 09: keep one short vector for keys and values.
+"""Step 11: keep one short vector for keys and values.
 
 A model that writes keeps the keys and values of all past tokens: its cache. Grouped heads (chapter
 37, step 03) make it smaller by having fewer heads of keys and values. Latent attention (DeepSeek-V2
@@ -16,7 +16,7 @@ channels of two sorts. Content is made of the short vector and never turned. Pos
 made of the token directly: one key of 64 channels for all heads, which the cache keeps too. That is
 576 numbers in all. Two ordinary heads keep 512.
 
-    python step_09_keep-one-short-vector-for-keys-and-values.py
+    python step_11_keep-one-short-vector-for-keys-and-values.py
 
 Shapes: B batch, T positions, C = d_model, H heads, D = head_dim.
 """
@@ -125,8 +125,8 @@ def main() -> int:
     cfg = DetailedConfig(**SIZES, attention="latent", block_size=128, kv_rank=8, d_rope=8)
     attention = LatentAttention(cfg).double()
     for name, p in attention.named_parameters():
-        nn.init.normal_(p, std=0.5, generator=generator(1, "step_09", name))
-    x = torch.randn(2, 7, 21, generator=generator(1, "step_09"), dtype=torch.float64)
+        nn.init.normal_(p, std=0.5, generator=generator(1, "step_11", name))
+    x = torch.randn(2, 7, 21, generator=generator(1, "step_11"), dtype=torch.float64)
     found = {start: scores(attention, x, start) for start in (0, 1, 10, 100)}
     rows = [[f"{n}", f"{apart:.2f}", f"{turned:.2f}"] for n, (apart, turned) in found.items()]
     say("The score of two tokens, when both are moved on by so many positions:")

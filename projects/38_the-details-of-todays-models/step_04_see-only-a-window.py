@@ -1,4 +1,4 @@
-"""Step 03: see only a window.
+"""Step 04: see only a window.
 
 Must every layer see the whole text? When a model writes, a layer that sees everything needs the
 keys and values of all past tokens, so its cache grows with the text. A layer with a window of W
@@ -17,9 +17,9 @@ So other models keep some full layers, which see everything:
 Here the kinds of layers are data, a pattern that is repeated. From it layer_config() makes a config
 for each layer, so that its attention knows its own window and needs to know nothing else.
 
-    python step_03_see-only-a-window.py
+    python step_04_see-only-a-window.py
 
-draws outputs/step_03.png. In step 14 attention uses visible().
+draws outputs/step_04.png. In step 01 attention uses visible().
 """
 
 import sys
@@ -35,7 +35,7 @@ from shared.checks import Checks
 
 build = chapters.load_build(38)
 DetailedConfig = build.DetailedConfig
-blind_layer = build.blind_layer  # a layer that sees everything and has no positions; in step 06
+blind_layer = build.blind_layer  # a layer that sees everything and has no positions; in step 07
 
 # ---------------------------------------------------------------- the idea
 
@@ -59,7 +59,7 @@ def full_layer(cfg: DetailedConfig) -> dict:
 
 
 def window_layer(cfg: DetailedConfig) -> dict:
-    """A layer that keeps the config's window; its RoPE may have a base of its own (step 06)."""
+    """A layer that keeps the config's window; its RoPE may have a base of its own (step 07)."""
     if cfg.window_rope_base is None:
         return {}
     return {"rope_base": cfg.window_rope_base, "rope_scaling": None}

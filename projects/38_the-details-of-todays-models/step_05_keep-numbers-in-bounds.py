@@ -1,4 +1,4 @@
-"""Step 04: keep numbers in bounds.
+"""Step 05: keep numbers in bounds.
 
 Numbers that get too large can spoil a training. How can they be kept in bounds? Two ways:
 
@@ -10,7 +10,7 @@ is 0: nothing tells such a number to come back. tanh keeps 61 above 60, and some
 twice the cap 7 % are left.
 
     Gemma 2     softcap of 50 on scores, of 30 on logits (2024, section 2). Gemma 3 has norms on
-                queries and keys instead (step 01)
+                queries and keys instead (step 02)
     nanochat    softcap of 15 on logits
     gpt-oss     clamp at 7 on two numbers that its MLPs multiply
 
@@ -19,9 +19,9 @@ not see, and softmax makes a weight of 0 of it. A cap after the mask would make 
 the future would get some weight. With a cap of 50 nobody would notice, as it is about e^-50. With a
 cap of 5 it is 15 % of a query's weight in the example below.
 
-    python step_04_keep-numbers-in-bounds.py
+    python step_05_keep-numbers-in-bounds.py
 
-draws outputs/step_04.png. In step 14 attention uses softcap(). Shapes: C = d_model, V = vocab_size.
+draws outputs/step_05.png. In step 01 attention uses softcap(). Shapes: C = d_model, V = vocab_size.
 """
 
 import sys
@@ -38,7 +38,7 @@ from shared.randomness import generator
 
 build = chapters.load_build(38)
 DetailedConfig = build.DetailedConfig
-GatedMLP = build.GatedMLP  # down_proj(silu(gate_proj(x)) * up_proj(x)): SwiGLU; in step 16
+GatedMLP = build.GatedMLP  # down_proj(silu(gate_proj(x)) * up_proj(x)): SwiGLU; in step 12
 
 # ---------------------------------------------------------------- the idea
 

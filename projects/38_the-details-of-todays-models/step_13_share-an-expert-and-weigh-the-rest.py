@@ -1,4 +1,4 @@
-"""Step 10: share an expert, and weigh the rest.
+"""Step 13: share an expert, and weigh the rest.
 
 In a layer with experts (chapter 18) each token uses k of E small MLPs. A router gives each expert a
 number, its logit, and the softmax turns the logits into probabilities. The outputs of the k best
@@ -14,7 +14,7 @@ for what every token needs: without it, each expert would have to learn that for
 loud. Eight vectors of length 1 that point in different directions, each times 1/8, add up to length
 1/√8 = 0.35, while the shared expert keeps its 1. DeepSeek-V3 multiplies the gates by 2.5.
 
-    python step_10_share-an-expert-and-weigh-the-rest.py
+    python step_13_share-an-expert-and-weigh-the-rest.py
 
 Shapes: N tokens, C = d_model, E experts, k = top_k.
 """
@@ -104,13 +104,13 @@ def make(**changes) -> SoftmaxMoE:
     sizes = {"d_model": 28, "n_heads": 2, "d_hidden": 37, "n_experts": 64, "top_k": 8}
     moe = SoftmaxMoE(DetailedConfig(**sizes, mlp_type="moe", n_shared_experts=1, **changes))
     for name, p in moe.named_parameters():
-        nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator(1, "step_10", name))
+        nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator(1, "step_13", name))
     return moe
 
 
 @torch.no_grad()
 def main() -> int:
-    x = torch.randn(500, 28, generator=generator(1, "step_10"))
+    x = torch.randn(500, 28, generator=generator(1, "step_13"))
     x = F.rms_norm(x, (28,))  # as in a model, where a norm stands before the layer
     rows = []
     for form, changes in FORMS.items():

@@ -1,4 +1,4 @@
-"""Step 05: give attention a sink.
+"""Step 06: give attention a sink.
 
 What does a head do that finds nothing of use? Softmax makes weights that sum to 1, so the head has
 to read something. If all scores are 4 lower, nothing changes: softmax sees their differences alone.
@@ -17,9 +17,9 @@ has a gate. Its weights are those of softmax times
 
     σ(s - sink), where s = log(e^score_1 + e^score_2 + ...) and σ(x) = 1 / (1 + e^-x)
 
-    python step_05_give-attention-a-sink.py
+    python step_06_give-attention-a-sink.py
 
-draws outputs/step_05.png. Shapes: B batch, H heads, T positions, D = head_dim.
+draws outputs/step_06.png. Shapes: B batch, H heads, T positions, D = head_dim.
 """
 
 import sys
@@ -37,7 +37,7 @@ from shared.randomness import generator
 
 build = chapters.load_build(38)
 DetailedConfig = build.DetailedConfig
-GroupedAttention = build.GroupedAttention  # its weigh() is scores.softmax(-1); in step 14
+GroupedAttention = build.GroupedAttention  # its weigh() is scores.softmax(-1); in step 01
 
 # ---------------------------------------------------------------- the idea
 

@@ -1,4 +1,4 @@
-"""Step 01: normalize queries and keys.
+"""Step 02: normalize queries and keys.
 
 What keeps scores from growing? A score is q · k / √D: a query times a key, of D numbers each. In
 training the matrices that make q and k may grow: with both four times as large, scores are 16 times
@@ -18,9 +18,9 @@ A turn changes no length, so without gains the order makes no difference. But ga
 channels more than others. After the turn they stretch what the turn has mixed: then a score depends
 on where two tokens stand in the text, and no longer on their distance alone.
 
-    python step_01_normalize-queries-and-keys.py
+    python step_02_normalize-queries-and-keys.py
 
-draws outputs/step_01.png. The attention that is changed here stands in step 14.
+draws outputs/step_02.png. The attention that is changed here stands in step 01.
 Shapes: B batch, T positions, H query heads, G key and value heads, D = head_dim.
 """
 

@@ -1,6 +1,6 @@
-"""Step 17: how can RoPE be stretched so that no angle is new and neighbours stay apart?
+"""Step 09: how can RoPE be stretched so that no angle is new and neighbours stay apart?
 
-Step 07 left two remedies for texts longer than those of the training. Linear scaling slows all
+Step 08 left two remedies for texts longer than those of the training. Linear scaling slows all
 pairs of channels: no angle is new, but the fast pairs, which tell neighbours apart, are slowed too.
 NTK scaling slows fast pairs less, but then the slow ones still meet new angles.
 
@@ -16,9 +16,9 @@ fast pairs then tell neighbours apart as they always did. Two forms of this are 
   `length`, so scores by its square: 1.46 for a text 8 times as long. gpt-oss does so. DeepSeek-V3,
   where only a part of a head's channels is turned, multiplies whole scores instead: `on_scores`.
 
-    python step_17_slow-only-the-slow-pairs.py
+    python step_09_slow-only-the-slow-pairs.py
 
-draws outputs/step_17.png.
+draws outputs/step_09.png.
 """
 
 import math
@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 from shared import chapters, cli, console
 from shared.checks import Checks
 
-step_07 = chapters.load_step(38, 7)
-RopeScaling = step_07.RopeScaling
-rope_speeds = step_07.rope_speeds
+step_08 = chapters.load_step(38, 8)
+RopeScaling = step_08.RopeScaling
+rope_speeds = step_08.rope_speeds
 
 # ---------------------------------------------------------------- the idea
 
@@ -112,19 +112,19 @@ def yarn_length(factor: float) -> float:
 
 
 def main() -> int:
-    factor = step_07.FACTOR
-    trained = step_07.TRAINED
+    factor = step_08.FACTOR
+    trained = step_08.TRAINED
     scalings = {
         "linear": RopeScaling(factor),
-        "NTK": step_07.NTKScaling(factor),
+        "NTK": step_08.NTKScaling(factor),
         "Llama 3.1's": Llama3Scaling(factor, trained),
         "YaRN": YaRNScaling(factor, trained),
     }
-    speeds = {name: s.speeds(step_07.BASE, step_07.D) for name, s in scalings.items()}
+    speeds = {name: s.speeds(step_08.BASE, step_08.D) for name, s in scalings.items()}
     console.say(f"LLaMA's 64 pairs, trained on {trained:,} positions, in a text 8 times as long:")
     console.say()
-    console.say(step_07.scalings_table(speeds))
-    console.say(f"\npicture: {step_07.draw_picture(speeds, __file__)}")
+    console.say(step_08.scalings_table(speeds))
+    console.say(f"\npicture: {step_08.draw_picture(speeds, __file__)}")
     console.say("Look at the last two rows: no new angle, and neighbours as far apart as ever.")
 
     checks = Checks()

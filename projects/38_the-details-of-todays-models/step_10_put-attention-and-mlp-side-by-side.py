@@ -1,4 +1,4 @@
-"""Step 08: what is gained and what is lost when attention and MLP stand side by side?
+"""Step 10: what is gained and what is lost when attention and MLP stand side by side?
 
     one after the other   x = x + attn(norm1(x))
                           x = x + mlp(norm2(x))
@@ -18,9 +18,9 @@ a block is two large matrix products instead of four, and it has one norm instea
 of PaLM found that large models train 15 % faster. With 8 billion parameters the model was slightly
 worse for it, with 62 billion it was not.
 
-    python step_08_put-attention-and-mlp-side-by-side.py
+    python step_10_put-attention-and-mlp-side-by-side.py
 
-draws outputs/step_08.png. Shapes: B batch, T positions, C = d_model.
+draws outputs/step_10.png. Shapes: B batch, T positions, C = d_model.
 """
 
 import sys
@@ -84,7 +84,7 @@ def make_model(norm_place: str) -> build.DetailedGPT:
     """Random numbers in float64, the norms' gains included."""
     model = build.DetailedGPT(DetailedConfig(**SIZES, norm_place=norm_place), 29).double()
     for name, p in model.named_parameters():
-        nn.init.normal_(p, std=0.5, generator=generator(1, "step_08", name))
+        nn.init.normal_(p, std=0.5, generator=generator(1, "step_10", name))
     return model
 
 
@@ -131,7 +131,7 @@ def main() -> int:
     console.say("Look at the rows of the MLPs: side by side, none reads its layer's attention. So")
     console.say(f"the longest chain of parts has {chains[1]} links instead of {chains[0]}.")
 
-    x = torch.randn(2, 9, 24, dtype=torch.float64, generator=generator(1, "step_08", "x"))
+    x = torch.randn(2, 9, 24, dtype=torch.float64, generator=generator(1, "step_10", "x"))
     checks = Checks()
     checks.equal("longest chains in 3 layers", chains, [6, 3])
     serial = models["one after the other"].blocks[0]

@@ -1,4 +1,4 @@
-"""Step 02: a norm before each half, after it, or both?
+"""Step 03: a norm before each half, after it, or both?
 
 A block has two halves, attention and MLP. Each reads the residual stream, which is a vector for
 each token, and adds to it. Where do the norms stand?
@@ -13,15 +13,15 @@ norm after, a half adds vectors of a known length: RMSNorm brings them to a root
 of 1, times a gain. L layers add 2L of them. If these have nothing to do with each other, their
 squares add up, and a stream that starts with an RMS of 1 ends with √(1 + 2L): with 7 after 24
 layers, whatever the matrices do. But then a half reads the stream as long as it is. So that scores
-don't grow with it, OLMo 2 normalizes queries and keys (step 01). Both norms fix both lengths.
+don't grow with it, OLMo 2 normalizes queries and keys (step 02). Both norms fix both lengths.
 
 In the first transformer a norm came last, too: x = norm(x + half(x)) (chapter 07, step 13). It
 stood on the stream, so each layer made smaller what all earlier ones had written. The three above
 leave the stream alone: what a layer writes stays as it is up to the last layer.
 
-    python step_02_norm-before-after-or-both.py
+    python step_03_norm-before-after-or-both.py
 
-draws outputs/step_02.png. Shapes: B batch, T positions, C = d_model, L layers.
+draws outputs/step_03.png. Shapes: B batch, T positions, C = d_model, L layers.
 """
 
 import sys

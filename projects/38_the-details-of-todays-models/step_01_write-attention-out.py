@@ -1,18 +1,18 @@
-"""Step 14: write attention out.
+"""Step 01: write attention out.
 
 Up to chapter 37 the middle of attention was one call of torch's, scaled_dot_product_attention(). It
 is fast and closed: there is no place in it for a softcap or a sink. So here the formula is written
 out, in methods of which a detail overrides one:
 
     project()    x becomes queries, keys and values
-    heads()      and queries and keys are turned: RoPE, on some channels or none (step 06)
+    heads()      and queries and keys are turned: RoPE, on some channels or none (step 07)
     weigh()      scores become weights that sum to 1
-    mix()        all of it: scores, cap (step 04), mask (step 03), weights, output
+    mix()        all of it: scores, cap (step 05), mask (step 04), weights, output
 
 This has a price: it holds all scores at once, as torch's call needn't. For 32,768 tokens they are
 32,768² in each head, 4.3 GB in float32.
 
-    python step_14_write-attention-out.py
+    python step_01_write-attention-out.py
 
 prints which of today's attentions overrides what. Shapes: B batch, T positions, C = d_model,
 H query heads, G key and value heads, D = head_dim.

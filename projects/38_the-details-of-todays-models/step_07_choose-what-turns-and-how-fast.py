@@ -1,4 +1,4 @@
-"""Step 06: not every channel and not every layer has to turn at the same speeds.
+"""Step 07: not every channel and not every layer has to turn at the same speeds.
 
 RoPE reads the channels of a query or key two by two, each pair as a clock hand, and turns it by
 its speed times the position (chapter 07, step 08). In a score, each pair counts by the angle
@@ -14,9 +14,9 @@ with the distance, as more and more pairs point apart. How much it loses is a ma
 - The layers. SmolLM3 turns nothing in every fourth layer (after Yang et al. 2025). Such a layer
   compares content alone, and the three layers between two of them deal with positions.
 
-    python step_06_choose-what-turns-and-how-fast.py
+    python step_07_choose-what-turns-and-how-fast.py
 
-draws outputs/step_06.png. Shapes: T positions, D channels of a head.
+draws outputs/step_07.png. Shapes: T positions, D channels of a head.
 """
 
 import math
@@ -51,7 +51,7 @@ def rope_tables(cfg: DetailedConfig, width: int) -> tuple[torch.Tensor, torch.Te
     if cfg.rope_scaling is None:
         angle = torch.outer(position, rope_speeds(cfg.rope_base, width))
         return angle.cos(), angle.sin()
-    angle = torch.outer(position, cfg.rope_scaling.speeds(cfg.rope_base, width))  # step 07
+    angle = torch.outer(position, cfg.rope_scaling.speeds(cfg.rope_base, width))  # step 08
     length = cfg.rope_scaling.length
     return length * angle.cos(), length * angle.sin()
 
@@ -135,7 +135,7 @@ def main() -> int:
     checks.equal("Gemma 3's window layers: base", windowed.rope_base, 10_000.0)
     checks.equal("and its full ones", gemma.rope_base, 1_000_000.0)
     cfg = DetailedConfig(block_size=7, n_heads=3, n_kv_heads=3, d_model=30, rotated=0.4)
-    x = torch.randn(7, 10, generator=generator(1, "step_06"), dtype=torch.float64)
+    x = torch.randn(7, 10, generator=generator(1, "step_07"), dtype=torch.float64)
     angle = torch.outer(torch.arange(7), rope_speeds(cfg.rope_base, 4))
     hands = torch.view_as_complex(x[:, :4].unflatten(1, (2, 2)))  # pairs as complex numbers
     hands = hands * torch.polar(torch.ones_like(angle), angle)

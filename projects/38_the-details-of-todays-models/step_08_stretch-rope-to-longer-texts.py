@@ -1,4 +1,4 @@
-"""Step 07: how can a model read texts that are longer than those of its training?
+"""Step 08: how can a model read texts that are longer than those of its training?
 
 RoPE turns a pair of channels by its speed times the position (chapter 07, step 08). Fast pairs came
 round many times in training: they have met every angle, and a longer text brings no new one. The
@@ -17,11 +17,11 @@ never met, and nothing has taught it what they mean. Two remedies:
   work without more training. But of the pairs that never came round, all except the slowest still
   go on to some new angles.
 
-Step 17 has the remedy that most models of today chose.
+Step 09 has the remedy that most models of today chose.
 
-    python step_07_stretch-rope-to-longer-texts.py
+    python step_08_stretch-rope-to-longer-texts.py
 
-draws outputs/step_07.png.
+draws outputs/step_08.png.
 """
 
 import math
@@ -37,7 +37,7 @@ from shared import chapters, cli, console, figures
 from shared.checks import Checks
 
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
-rope_speeds = build.rope_speeds  # step 06
+rope_speeds = build.rope_speeds  # step 07
 
 # ---------------------------------------------------------------- the idea
 

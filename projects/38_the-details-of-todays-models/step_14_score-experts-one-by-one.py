@@ -1,4 +1,4 @@
-"""Step 11: score experts one by one.
+"""Step 14: score experts one by one.
 
 A softmax makes an expert's score out of all logits: one score can rise only if others fall. So
 DeepSeek-V3 takes the sigmoid of each logit, 1 / (1 + e^-logit). That is a number between 0 and 1,
@@ -15,9 +15,9 @@ time. So a token first chooses four machines, and then its experts there. It tak
 whose two best experts have the largest sum of scores: eight experts on four machines are two on
 each.
 
-    python step_11_score-experts-one-by-one.py
+    python step_14_score-experts-one-by-one.py
 
-draws outputs/step_11.png. Shapes: N tokens, E experts, k = top_k.
+draws outputs/step_14.png. Shapes: N tokens, E experts, k = top_k.
 """
 
 import math
@@ -37,7 +37,7 @@ from shared.randomness import generator
 
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
 DetailedConfig = build.DetailedConfig
-SoftmaxMoE = build.SoftmaxMoE  # in step 10
+SoftmaxMoE = build.SoftmaxMoE  # in step 13
 best = build.best  # the numbers of the k largest scores
 
 # ---------------------------------------------------------------- the idea
@@ -72,7 +72,7 @@ class SigmoidMoE(SoftmaxMoE):
 def make(n_experts: int, n_groups: int, top_groups: int, top_k: int) -> SigmoidMoE:
     sizes = {"n_experts": n_experts, "n_groups": n_groups, "top_groups": top_groups}
     moe = SigmoidMoE(DetailedConfig(**sizes, top_k=top_k, d_hidden=1, mlp_type="moe"))
-    nn.init.normal_(moe.router.weight, std=0.125, generator=generator(1, "step_11", "router"))
+    nn.init.normal_(moe.router.weight, std=0.125, generator=generator(1, "step_14", "router"))
     return moe
 
 
@@ -94,7 +94,7 @@ def draw_picture(scores: torch.Tensor, chosen: dict[str, torch.Tensor]) -> Path:
 
 @torch.no_grad()
 def main() -> int:
-    x = torch.randn(2_000, 64, generator=generator(1, "step_11"))
+    x = torch.randn(2_000, 64, generator=generator(1, "step_14"))
     chosen = {n: make(256, 8, n, 8).route(x)[1] for n in (8, 4, 2, 1)}
     rows = []
     for n, experts in chosen.items():
@@ -104,7 +104,7 @@ def main() -> int:
         rows.append([f"{n} of 8", str(sent.max().item()), *means])
     say(Table(["machines allowed", "used, at most", "mean", "best experts used"], rows))
     say("\nThe second row is DeepSeek-V3's: never more than four machines, and a token")
-    say("gets 6.56 of its eight best experts.")
+    say("gets 6.55 of its eight best experts.")
     layer = make(256, 8, 8, 8)
     scores = layer.scores(layer.router(x))
     far = machines(chosen[8]).argmax()  # the token whose best experts stand on the most machines
