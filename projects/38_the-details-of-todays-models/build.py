@@ -184,7 +184,9 @@ class GainPlusOne(modern.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C), in the dtype of x."""
-        return (unit_rms(x, self.eps) * (1 + self.weight)).to(x.dtype)
+        unit = unit_rms(x, self.eps)
+        gain = 1 + self.weight.to(unit.dtype)  # in bfloat16, 1 + 0.003 would be 1
+        return (unit * gain).to(x.dtype)
 
 
 class NoGain(nn.Module):
@@ -557,10 +559,8 @@ class LatentAttention(GroupedAttention):
         self, x: torch.Tensor, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x (B, T, C) -> queries and keys (B, H, T, D), values (B, H, T, d_value)."""
-        q = self.queries(x, start)
-        latent, place = self.shorten(x, start)
-        k, v = self.lengthen(latent, place)
-        return q, k, v
+        k, v = self.lengthen(*self.shorten(x, start))
+        return self.queries(x, start), k, v
 
 
 ATTENTIONS = {
@@ -811,7 +811,7 @@ class DetailedGPT(real.RealGPT):
         super().__init__(cfg, vocab_size)
         layers = [layer_config(cfg, i) for i in range(cfg.n_layers)]
         self.blocks = nn.ModuleList(BLOCKS[layer.norm_place](layer) for layer in layers)
-        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else None
+        self.embedding_norm = make_norm(cfg, cfg.d_model) if cfg.embedding_norm else nn.Identity()
         self.lm_head = Head(cfg, vocab_size)
         if cfg.tied:
             self.lm_head.weight = self.token_embedding.weight
@@ -827,10 +827,7 @@ class DetailedGPT(real.RealGPT):
         scale = self.cfg.embedding_scale
         if scale == "sqrt":
             scale = math.sqrt(self.cfg.d_model)
-        x = scale * super().embed(idx)
-        if self.embedding_norm is None:
-            return x
-        return self.embedding_norm(x)
+        return self.embedding_norm(scale * super().embed(idx))
 
 
 def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
@@ -915,7 +912,7 @@ RECIPES = {
     ),
     "gemma3": recipe(
         "Gemma 3",
-        "as Gemma 2 with q/k norm for the caps; five layers with a window and a base of their own",
+        "Gemma 2's with q/k norm for caps; of six layers five have a window and their own base",
         norm_place="both",
         norm_gain="1 + w",
         norm_eps=1e-6,
@@ -1018,10 +1015,10 @@ RECIPES = {
 # ---------------------------------------------------------------- published shapes
 
 
-def at_published_shape(name: str) -> DetailedGPT:
+def at_published_shape(name: str, **changes) -> DetailedGPT:
     """A recipe's model as it was published, on the meta device: shapes without numbers."""
     published = PUBLISHED[name]
-    cfg = DetailedConfig(**RECIPES[name].changes | published.shape)
+    cfg = DetailedConfig(**RECIPES[name].changes | published.shape | changes)
     with torch.device("meta"):
         return DetailedGPT(cfg, published.vocab_size)
 
@@ -1047,14 +1044,96 @@ def recipes_table() -> Table:
     return Table(["recipe", "model", "details"], rows)
 
 
-def details_table(name: str) -> Table:
-    """The fields that a recipe and its published shape change, beside chapter 37's."""
+HOW_TO_READ = """\
+empty   as in chapter 37
+norm    LN is LayerNorm; 1+w and none are the gains of an RMSNorm
+place   where the norms stand
+window  how many of the layers have one
+RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
+MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
+ends    tied: head and embedding are one matrix, as in chapter 37; × multipliers;
+        cap: on the logits; norm: on the embeddings"""
+
+
+def places(cfg: DetailedConfig) -> dict[str, str]:
+    """What stands in each place of a model, in short words; empty where it is chapter 37's."""
+    kinds = cfg.layer_kinds
+    scaling = type(cfg.rope_scaling).__name__.removesuffix("Scaling")
+    found = {
+        "norm": {
+            "LN": cfg.norm_type == "layernorm",
+            cfg.norm_gain.replace(" ", ""): cfg.norm_gain != "w",
+        },
+        "place": {cfg.norm_place: cfg.norm_place != "before"},
+        "attention": {
+            cfg.attention: cfg.attention != "grouped",
+            "biases": cfg.bias or cfg.qkv_bias,
+            "cap": cfg.score_cap is not None,
+        },
+        "window": {f"{kinds.count('window')} of {len(kinds)}": "window" in kinds},
+        "RoPE": {
+            cfg.position_type: cfg.position_type != "rope",
+            f"{len(kinds) - 1} of {len(kinds)}": "no positions" in kinds,
+            "2 bases": cfg.window_rope_base is not None,
+            scaling: scaling in ("Llama3", "YaRN"),
+        },
+        "MLP": {
+            cfg.mlp_type: cfg.mlp_type in ACTIVATIONS,
+            "GELU gate": cfg.mlp_type == "swiglu" and cfg.activation == "gelu_tanh",
+            "MoE": cfg.mlp_type == "moe",
+            "clamp": cfg.gated_mlp == "clamped",
+            "+ 1": cfg.n_shared_experts is not None,
+            "sum<1": not cfg.renormalise,
+        },
+        "ends": {
+            "tied": cfg.tied,
+            "×": cfg.embedding_scale != 1 or cfg.logit_scale != 1,
+            "norm": cfg.embedding_norm,
+            "cap": cfg.logit_cap is not None,
+        },
+    }
+    return {
+        place: " ".join(word for word, holds in words.items() if holds)
+        for place, words in found.items()
+    }
+
+
+def places_table() -> Table:
+    """Every recipe, place by place."""
     rows = []
-    for field, value in (RECIPES[name].changes | PUBLISHED[name].shape).items():
+    for name, r in RECIPES.items():
+        found = places(DetailedConfig(**r.changes))
+        rows.append([name, *found.values()])
+    return Table(["recipe", *found], rows)
+
+
+def in_words(value: object) -> str:
+    """A field's value as a person would write it."""
+    if value is None:
+        return "-"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+        return f"{value:,.10g}"
+    return str(value)
+
+
+def details_table(name: str) -> Table:
+    """The fields in which a recipe differs from chapter 37's model."""
+    here = RECIPES[name].changes | PUBLISHED[name].shape
+    rows = []
+    for field in RECIPES[name].changes:
         usual = DetailedConfig.__dataclass_fields__[field].default
-        origin = "size" if field in PUBLISHED[name].shape else str(usual)
-        rows.append([field, str(value), origin])
-    return Table(["field", "here", "by default"], rows)
+        if here[field] != usual:
+            rows.append([field, in_words(here[field]), in_words(usual)])
+    return Table(["field", "here", "chapter 37"], rows)
+
+
+def sizes_in_words(name: str) -> str:
+    """The sizes of the published model, which the recipe leaves open."""
+    shape = {"vocab_size": PUBLISHED[name].vocab_size} | PUBLISHED[name].shape
+    sizes = [f for f in shape if f not in RECIPES[name].changes]
+    return ", ".join(f"{field} {in_words(shape[field])}" for field in sizes)
 
 
 def counts_table(name: str) -> Table:
@@ -1064,25 +1143,40 @@ def counts_table(name: str) -> Table:
     stored = gpt.count_parameters(model)
     ends = {model.token_embedding.weight, model.lm_head.weight}  # one, if they are tied
     inner = stored - sum(weight.numel() for weight in ends)
+    active = sparse.active_parameters(model)
+    length = min(LONG_TEXT, model.cfg.block_size)
+    megabytes = cache_bytes(model, length) / 1e6
     rows = [
         ["parameters", f"{stored:,}", published.parameters],
         ["without embedding and head", f"{inner:,}", published.inner or ""],
-        ["that a token uses", f"{sparse.active_parameters(model):,}", published.active or ""],
-        ["cache, bytes a token", f"{cache_bytes(model, 1):,}", ""],
-        [f"cache of {LONG_TEXT:,} tokens", f"{cache_bytes(model, LONG_TEXT):,}", ""],
+        ["cache of one token, bytes", f"{cache_bytes(model, 1):,}", ""],
+        [f"cache of {length:,} tokens, MB", f"{megabytes:,.0f}", ""],
     ]
+    if active < stored:
+        rows.insert(2, ["that a token uses", f"{active:,}", published.active or ""])
     return Table(["counted", "here", "published"], rows)
 
 
 def show(name: str) -> None:
     """Print one recipe."""
     published = PUBLISHED[name]
-    say(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}.\n")
+    say(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}.")
+    say()
     say(details_table(name))
-    say(f"\n{published.name}, {published.vocab_size:,} tokens; counted on the meta device, that is")
-    say("without any numbers; a number in the cache takes two bytes:\n")
+    say(f"\nSizes of {published.name}: {sizes_in_words(name)}.")
+    say()
     say(counts_table(name))
-    say(f"\nPublished: {published.source}")
+    say("\nCounted on the meta device: shapes without numbers. In a cache a number takes 2 bytes.")
+    say(f"Published: {published.source}")
+
+
+def show_all() -> None:
+    """Print all recipes."""
+    say(recipes_table())
+    say("\nThe same, place by place:")
+    say()
+    say(places_table())
+    say(f"\n{HOW_TO_READ}")
 
 
 # ---------------------------------------------------------------- experiment
@@ -1279,27 +1373,33 @@ def draw(plan: Plan, results: list[runs.Result]) -> dict:
 def main(argv: list[str] | None = None) -> int:
     here = Path(__file__).parent
     parser = cli.build_parser(__doc__)
-    add = parser.add_argument
-    names = ", ".join(RECIPES)
-    add("--show", nargs="?", const="all", choices=[*RECIPES, "all"], metavar="RECIPE",
-        help="train nothing; print a recipe, or without a name all of them")
-    add("--recipes", nargs="+", choices=[*RECIPES, "all"], default=DENSE, metavar="RECIPE",
-        help=f"those to train beside {BASELINE}, or all (default: those without experts): {names}")
+    parser.add_argument(
+        "--show",
+        nargs="?",
+        const="all",
+        choices=[*RECIPES, "all"],
+        metavar="RECIPE",
+        help="train nothing; print this recipe, or all of them",
+    )
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=DENSE,
+        choices=[*RECIPES, "all"],
+        metavar="RECIPE",
+        help=f"train these beside {BASELINE} (default: those without experts); --show lists them",
+    )
     args = parser.parse_args(argv)
-    if args.show == "all":
-        say(recipes_table())
-        return 0
     if args.show is not None:
-        show(args.show)
+        show_all() if args.show == "all" else show(args.show)
         return 0
     options = cli.options_from(args, here / "outputs")
     preset = PRESETS[options.preset]
     chosen = list(RECIPES) if "all" in args.recipes else args.recipes
     title = "The details of today's models: recipes of equal size side by side"
     plan = cli.make_plan(title, preset, variants(preset.model, chosen), options)
-    return report.carry_out(
-        SideBySide(), at_equal_size(plan), summarize, draw, here / "expected"
-    )
+    plan = at_equal_size(plan)
+    return report.carry_out(SideBySide(), plan, summarize, draw, here / "expected")
 
 
 if __name__ == "__main__":
