@@ -1213,9 +1213,10 @@ BIAS_SPEED = 0.003  # what a step adds to the balance bias of an expert, or take
 
 
 def fitted(name: str, cfg: DetailedConfig) -> dict:
-    """What a recipe changes in a config of our size: where a detail would not act, another value.
+    """What a recipe changes in a config of our size. What would not act there has another value.
 
-    The window is a quarter of the text. Of the order of its layers there is the end.
+    A window is a quarter of the text. Of an order of layers that is longer than ours the end is
+    left. Factors on logits make them as large at the start as they are in the published model.
     """
     head = cfg.head_dim
     fits = {
@@ -1267,8 +1268,8 @@ def on_meta(cfg: DetailedConfig, vocab_size: int) -> DetailedGPT:
 def at_equal_size(plan: Plan) -> Plan:
     """The plan with every d_hidden such that a token uses as many parameters as in the baseline.
 
-    Their number grows evenly with d_hidden, so two counts tell where it meets the baseline's.
-    UserError for a model that is larger even without an MLP.
+    Each unit of d_hidden adds the same number, so two counts tell how many units are needed.
+    UserError for a model that is too large even without an MLP.
     """
 
     def active(cfg: DetailedConfig) -> int:
@@ -1321,19 +1322,23 @@ class SideBySide(runs.Experiment):
 
 
 SCOPE = (
-    "That holds at this size, rate and number of steps, for these details as the last table has "
-    "them. At one shared rate a comparison also measures which model that rate suits."
+    "That holds at this size, rate and number of steps, for details as the last table has them. At "
+    "one shared rate a comparison also measures which model that rate suits: at a rate that falls "
+    "to 0 the differences were others, but no lower became higher. The README has the command."
 )
 
 
 def sizes_text(plan: Plan) -> str:
-    """How equal the models are, in a sentence."""
+    """How equal the models are, and what the last table shows."""
     models = [on_meta(cfg, plan.corpus.vocab_size) for cfg in plan.configs.values()]
     active = [sparse.active_parameters(model) for model in models]
-    widest = (max(active) - min(active)) / min(active)
+    apart = (max(active) - min(active)) / min(active)
+    base = plan.configs[plan.baseline].rope_base
     return (
-        f"Equal size: a token uses {min(active):,} to {max(active):,} parameters, whatever the "
-        f"recipe ({widest:.1%} apart). The width of the MLPs, d_hidden, makes up for the rest."
+        f"A token uses {min(active):,} to {max(active):,} parameters, whatever the model "
+        f"({apart:.1%} apart): the width of its MLPs, d_hidden, was chosen for that. RoPE has a "
+        f"base of {base:,.0f} and no scaling, since the published ones are for longer texts. What "
+        "else isn't as published, so that it acts at this size, stands in the last column."
     )
 
 
@@ -1354,12 +1359,11 @@ def trained_table(plan: Plan) -> Table:
 
 
 def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
-    """The finding in a sentence, the table, and what each model is."""
+    """The finding in a sentence, the losses, and what the models are."""
     finding = report.finding(plan, results)
     blocks = [finding, SCOPE] if finding else []
     blocks += [report.comparison_table(plan, results), report.caption(plan)]
-    head = sizes_text(plan) + " No model has the base or the scaling of RoPE that its makers chose:"
-    return [*blocks, head + " those are for longer texts.", trained_table(plan)]
+    return [*blocks, sizes_text(plan), trained_table(plan)]
 
 
 def draw(plan: Plan, results: list[runs.Result]) -> dict:

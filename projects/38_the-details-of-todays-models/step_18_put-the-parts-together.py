@@ -71,9 +71,9 @@ class DetailedGPT(real.RealGPT):
         return self.embedding_norm(scale * super().embed(idx))
 
 
-def init_parameters(model: DetailedGPT, seed: int) -> None:
+def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
     """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
-    gpt.init_parameters(model, seed)
+    gpt.init_parameters(model, seed, std)
     for module in model.modules():
         if isinstance(module, GainPlusOne):
             nn.init.zeros_(module.weight)
