@@ -1283,8 +1283,8 @@ def at_equal_size(plan: Plan) -> Plan:
         d_hidden = 1 + round((wanted - narrowest) / one_more)
         if d_hidden < 1:
             raise UserError(
-                f"--set: without an MLP {name} has {narrowest:,} parameters already, all of "
-                f"{plan.baseline} {wanted:,}; give a larger d_hidden or d_model"
+                f"--set: with an MLP of width 1 {name} takes {narrowest:,} parameters, "
+                f"{plan.baseline} only {wanted:,}; give a larger d_hidden, or a smaller block_size"
             )
         configs[name] = replace(cfg, d_hidden=d_hidden)
     return replace(plan, configs=configs)
@@ -1323,8 +1323,8 @@ class SideBySide(runs.Experiment):
 
 SCOPE = (
     "That holds at this size, rate and number of steps, for details as the last table has them. At "
-    "one shared rate a comparison also measures which model that rate suits: at a rate that falls "
-    "to 0 the differences were others, but no lower became higher. The README has the command."
+    "one shared rate a comparison also measures which model that rate suits. At a rate that falls "
+    "to 0 no model went from lower to higher, or back: the README has the command."
 )
 
 
