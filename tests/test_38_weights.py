@@ -1,0 +1,349 @@
+"""Chapter 38: a GGUF file of each architecture gives the logits of its original; others are refused by name.
+
+The files are written here, by gguf, from the small originals of test_38_originals.py: with gguf's own table of names,
+and with what llama.cpp's converter does to the numbers (it sorts the rows of q and k for Llama and what came from it,
+adds 1 to Gemma's gains, cuts DeepSeek's kv_b in two, stacks the experts). Nothing here knows how they are read.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from shared import chapters
+from shared.console import UserError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+originals = pytest.importorskip("test_38_originals")
+
+LIMIT = 1e-8  # how far a logit may be off in float64, as fields are float32: an eps, a multiplier
+LENGTH = 17  # the windows are 4
+FOLDER = chapters.chapter_folder(38)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """Chapter 38's weights.py."""
+    return chapters.load_file(FOLDER / "weights.py")
+
+
+# ---------------------------------------------------------------- as the converter writes it
+
+
+def sorted_for_llama(rows: torch.Tensor, config) -> torch.Tensor:
+    """Rows of heads in halves -> channel i and i + D/2 side by side."""
+    D = config.head_dim
+    order = [i for pair in range(D // 2) for i in (pair, pair + D // 2)]
+    heads = rows.reshape(-1, D, *rows.shape[1:])
+    return heads[:, order].reshape(rows.shape)
+
+
+def llama_rows(name: str, tensor: torch.Tensor, config) -> list:
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        tensor = sorted_for_llama(tensor, config)
+    return stacked(name, tensor, config)
+
+
+def stacked(name: str, tensor: torch.Tensor, config) -> list:
+    """Tensors of all experts: gate and up apart."""
+    if name.endswith("mlp.experts.gate_up_proj"):
+        gate, up = tensor.chunk(2, dim=1)
+        stem = name.removesuffix("gate_up_proj")
+        return [(stem + "gate_proj.weight", gate), (stem + "up_proj.weight", up)]
+    if name.endswith("mlp.experts.down_proj"):
+        return [(name + ".weight", tensor)]
+    return [(name, tensor)]
+
+
+def gemma_gains(name: str, tensor: torch.Tensor, config) -> list:
+    return [(name, tensor + 1 if name.endswith("norm.weight") else tensor)]
+
+
+def gpt_oss_experts(name: str, tensor: torch.Tensor, config) -> list:
+    """The rows of gate and up stand in turn, and matrices lie on their side."""
+    if name.endswith("sinks"):
+        name += ".weight"
+    if ".experts." not in name:
+        return [(name, tensor)]
+    bias = name.endswith("_bias")
+    kind = ".bias" if bias else ".weight"
+    name = name.removesuffix("_bias")
+    if not bias:
+        tensor = tensor.transpose(-1, -2)
+    if name.endswith("down_proj"):
+        return [(name + kind, tensor)]
+    stem = name.removesuffix("gate_up_proj")
+    return [(stem + "gate_proj" + kind, tensor[:, ::2]), (stem + "up_proj" + kind, tensor[:, 1::2])]
+
+
+def latent(name: str, tensor: torch.Tensor, config) -> list:
+    if name.endswith("kv_b_proj.weight"):
+        sizes = [config.qk_nope_head_dim, config.v_head_dim]
+        k, v = tensor.view(config.num_attention_heads, sum(sizes), -1).split(sizes, dim=1)
+        stem = name.removesuffix("kv_b_proj.weight")
+        return [(stem + "k_b_proj.weight", k.transpose(1, 2)), (stem + "v_b_proj.weight", v)]
+    return stacked(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor, config)
+
+
+def on_its_side(name: str, tensor: torch.Tensor, config) -> list:
+    turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    return [(name, tensor.t() if turned else tensor)]
+
+
+# ---------------------------------------------------------------- fields
+
+
+def sizes(w: gguf.GGUFWriter, config) -> None:
+    """What the converter says of every model."""
+    w.add_block_count(config.num_hidden_layers)
+    w.add_context_length(config.max_position_embeddings)
+    w.add_embedding_length(config.hidden_size)
+    w.add_feed_forward_length(config.intermediate_size)
+    w.add_head_count(config.num_attention_heads)
+    w.add_head_count_kv(config.num_key_value_heads)
+    w.add_key_length(config.head_dim)
+    w.add_value_length(config.head_dim)
+    w.add_vocab_size(config.vocab_size)
+    if hasattr(config, "rms_norm_eps"):
+        w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        w.add_layer_norm_eps(config.layer_norm_eps)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    w.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        w.add_rope_scaling_type(gguf.RopeScalingType[rope["rope_type"].upper()])
+        w.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def llama_fields(w, config) -> None:
+    w.add_rope_dimension_count(config.head_dim)
+
+
+def mixtral_fields(w, config) -> None:
+    llama_fields(w, config)
+    expert_fields(w, config)
+
+
+def expert_fields(w, config) -> None:
+    w.add_expert_count(config.num_local_experts)
+    w.add_expert_used_count(config.num_experts_per_tok)
+
+
+def qwen_moe_fields(w, config) -> None:
+    expert_fields(w, config)
+    w.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def gemma2_fields(w, config) -> None:
+    w.add_sliding_window(config.sliding_window)
+    w.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    w.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def gemma3_fields(w, config) -> None:
+    w.add_sliding_window(config.sliding_window)
+
+
+def granite_fields(w, config) -> None:
+    llama_fields(w, config)
+    w.add_attention_scale(config.attention_multiplier)
+    w.add_embedding_scale(config.embedding_multiplier)
+    w.add_residual_scale(config.residual_multiplier)
+    w.add_logit_scale(config.logits_scaling)
+
+
+def cohere_fields(w, config) -> None:
+    w.add_logit_scale(config.logit_scale)
+    w.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def gpt_oss_fields(w, config) -> None:
+    expert_fields(w, config)
+    w.add_sliding_window(config.sliding_window)
+    w.add_expert_feed_forward_length(config.intermediate_size)
+
+
+def deepseek_sizes(w, config) -> None:
+    short = copy.deepcopy(config)
+    short.num_key_value_heads = 1
+    short.head_dim = config.kv_lora_rank + config.qk_rope_head_dim
+    sizes(w, short)
+    w.kv_data[0]["deepseek2.attention.value_length"].value = config.kv_lora_rank
+    w.add_q_lora_rank(config.q_lora_rank)
+    w.add_kv_lora_rank(config.kv_lora_rank)
+    w.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    w.add_value_length_mla(config.v_head_dim)
+    w.add_leading_dense_block_count(config.first_k_dense_replace)
+    w.add_expert_feed_forward_length(config.moe_intermediate_size)
+    w.add_expert_count(config.n_routed_experts)
+    w.add_expert_used_count(config.num_experts_per_tok)
+    w.add_expert_shared_count(config.n_shared_experts)
+    w.add_expert_weights_scale(config.routed_scaling_factor)
+    w.add_expert_weights_norm(config.norm_topk_prob)
+    w.add_expert_group_count(config.n_group)
+    w.add_expert_group_used_count(config.topk_group)
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    w.add_rope_dimension_count(config.qk_rope_head_dim)
+    w.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def gpt2_sizes(w, config) -> None:
+    w.add_block_count(config.n_layer)
+    w.add_context_length(config.n_positions)
+    w.add_embedding_length(config.n_embd)
+    w.add_feed_forward_length(config.n_inner)
+    w.add_head_count(config.n_head)
+    w.add_layer_norm_eps(config.layer_norm_epsilon)
+
+
+# ---------------------------------------------------------------- files
+
+
+class Written(NamedTuple):
+    """How the original of a recipe becomes a file."""
+
+    architecture: str  # gguf's name for it
+    numbers: Callable  # a tensor's name and numbers -> what stands in the file
+    more: Callable | None = None  # fields beyond `sizes`
+    sizes: Callable = sizes
+
+
+FILES = {
+    "gpt2": Written("GPT2", on_its_side, sizes=gpt2_sizes),
+    "llama3": Written("LLAMA", llama_rows, llama_fields),
+    "qwen2": Written("QWEN2", stacked),
+    "qwen3": Written("QWEN3", stacked),
+    "olmo2": Written("OLMO2", stacked),
+    "gemma2": Written("GEMMA2", gemma_gains, gemma2_fields),
+    "gemma3": Written("GEMMA3", gemma_gains, gemma3_fields),
+    "smollm3": Written("SMOLLM3", llama_rows, llama_fields),
+    "granite": Written("GRANITE", llama_rows, granite_fields),
+    "cohere": Written("COMMAND_R", stacked, cohere_fields),
+    "mixtral": Written("LLAMA", llama_rows, mixtral_fields),
+    "qwen3-moe": Written("QWEN3MOE", stacked, qwen_moe_fields),
+    "olmoe": Written("OLMOE", stacked, expert_fields),
+    "gpt-oss": Written("GPT_OSS", gpt_oss_experts, gpt_oss_fields),
+    "deepseek-v3": Written("DEEPSEEK2", latent, sizes=deepseek_sizes),
+}
+MERGED = ["ab", "abc"]
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVĠ"
+WORDS = {
+    "model": "gpt2",
+    "pre": "llama-bpe",
+    "tokens": ["<|im_start|>", "<|im_end|>", "<think>", *LETTERS, *MERGED],
+    "token_type": [3, 3, 4] + [1] * (len(LETTERS) + len(MERGED)),
+    "merges": ["a b", "ab c"],
+    "eos_token_id": 1,
+}
+
+
+class FileOf:
+    """A recipe's original as a GGUF file; its parts can be changed before write()."""
+
+    def __init__(self, recipe: str):
+        made = originals.made(recipe)
+        self.model = copy.deepcopy(made.model)
+        self.original = made._replace(model=self.model)
+        for name, numbers in self.model.state_dict().items():
+            gain = int(name.endswith("norm.weight") and recipe in ("gemma2", "gemma3"))
+            numbers.copy_((numbers + gain).float() - gain)  # what the file can hold
+        if recipe == "gemma2":  # a file doesn't say how scores are scaled: by √D, but for one model
+            for layer in self.model.model.layers:
+                layer.self_attn.scaling = self.model.config.head_dim**-0.5
+        self.written = FILES[recipe]
+        self.name = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[self.written.architecture]]
+        self.words = dict(WORDS)
+        self.fields = {}  # more than the converter writes, by their whole names; None takes one away
+        self.tensors = self.converted()
+
+    def converted(self) -> dict[str, np.ndarray]:
+        """The original's tensors by gguf's names, as the converter changes them."""
+        config = self.model.config
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.written.architecture], config.num_hidden_layers)
+        tensors = {}
+        for name, tensor in self.model.state_dict().items():
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            for theirs, numbers in self.written.numbers(name, tensor, config):
+                known = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+                tensors[known] = numbers.to(torch.float32).contiguous().numpy()
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "llama3":
+            tensors["rope_freqs.weight"] = llama3_factors(rope, config.head_dim)
+        return tensors
+
+    def write(self, path: Path) -> Path:
+        w = gguf.GGUFWriter(path, self.name)
+        self.written.sizes(w, self.model.config)
+        if self.written.more:
+            self.written.more(w, self.model.config)
+        for name, value in self.fields.items():
+            w.kv_data[0].pop(name, None)
+            kinds = {int: w.add_uint32, float: w.add_float32, str: w.add_string, bool: w.add_bool, list: w.add_array}
+            if value is not None:
+                kinds[type(value)](name, value)
+        for name, value in self.words.items():
+            if isinstance(value, list):
+                w.add_array(f"tokenizer.ggml.{name}", value)
+            else:
+                {int: w.add_uint32, str: w.add_string, bool: w.add_bool}[type(value)](f"tokenizer.ggml.{name}", value)
+        for name, numbers in self.tensors.items():
+            w.add_tensor(name, numbers)
+        w.write_header_to_file()
+        w.write_kv_data_to_file()
+        w.write_tensors_to_file()
+        w.close()
+        return path
+
+
+def llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
+    """How many times slower each pair turns."""
+    factors = []
+    for i in range(head_dim // 2):
+        turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-2 * i / head_dim) / (2 * np.pi)
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
+        if turns > high:
+            factors.append(1)
+        elif turns < low:
+            factors.append(rope["factor"])
+        else:
+            share = (turns - low) / (high - low)
+            factors.append(1 / ((1 - share) / rope["factor"] + share))
+    return np.array(factors, np.float32)
+
+
+def opened(path: Path):
+    """A file's model, by chapter 37's way in."""
+    build = chapters.load_build(37)
+    return build.open_model(build.WeightsFile(path), 8_192)[1]
+
+
+# ---------------------------------------------------------------- logits
+
+
+@pytest.mark.parametrize("recipe", FILES)
+@torch.no_grad()
+def test_a_file_gives_the_logits_of_its_original_at_once_and_in_pieces(recipe, tmp_path):
+    file = FileOf(recipe)
+    model = opened(file.write(tmp_path / "small.gguf")).double()
+    idx = originals.tokens(LENGTH)
+    theirs = originals.their_logits(file.original, idx)
+    gap = (model(idx)[0] - theirs).abs().max().item()
+    print(f"{recipe}: {gap:.1e}")
+    assert gap < LIMIT
+    with chapters.load_build(37).remembering(model, LENGTH):
+        pieces = [model(piece)[0] for piece in idx[:1].split([3, 1, 6, 1, 6], dim=1)]
+        kept = [block.attn.kept[0].shape[-2] for block in model.blocks]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(idx[:1])[0], rtol=0, atol=1e-10)
+    windows = [block.attn.cfg.window for block in model.blocks]
+    assert kept == [LENGTH - 1 if window is None else window - 1 for window in windows]
