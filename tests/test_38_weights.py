@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 originals = pytest.importorskip("test_38_originals")
 
-LIMIT = 1e-8  # how far a logit may be off in float64, as fields are float32: an eps, a multiplier
+LIMIT = 1e-6  # how far a logit may be off in float64: an eps and a multiplier stand in the file as float32
 LENGTH = 17  # the windows are 4
 FOLDER = chapters.chapter_folder(38)
 
@@ -249,8 +249,8 @@ WORDS = {
 class FileOf:
     """A recipe's original as a GGUF file; its parts can be changed before write()."""
 
-    def __init__(self, recipe: str):
-        made = originals.made(recipe)
+    def __init__(self, recipe: str, made=None):
+        made = made or originals.made(recipe)
         self.model = copy.deepcopy(made.model)
         self.original = made._replace(model=self.model)
         for name, numbers in self.model.state_dict().items():
@@ -347,3 +347,157 @@ def test_a_file_gives_the_logits_of_its_original_at_once_and_in_pieces(recipe, t
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(idx[:1])[0], rtol=0, atol=1e-10)
     windows = [block.attn.cfg.window for block in model.blocks]
     assert kept == [LENGTH - 1 if window is None else window - 1 for window in windows]
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 12,  # so pairs of all kinds are among five
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "attention_factor": 1.375,
+}
+
+
+@torch.no_grad()
+def test_yarn_takes_its_five_numbers_from_the_file(tmp_path):
+    settings = {"rope_parameters": YARN, "tie_word_embeddings": False}
+    file = FileOf("qwen2", originals.original("Qwen2", settings))
+    for name in ("beta_fast", "beta_slow"):
+        file.fields[f"qwen2.rope.scaling.yarn_{name}"] = YARN[name]
+    file.fields["qwen2.rope.scaling.yarn_attn_factor"] = YARN["attention_factor"]
+    model = opened(file.write(tmp_path / "small.gguf")).double()
+    idx = originals.tokens(LENGTH)
+    assert (model(idx)[0] - originals.their_logits(file.original, idx)).abs().max() < LIMIT
+
+
+def test_the_score_scale_of_gemmas_largest_is_known_by_its_layers(weights):
+    sizes = {"d_model": 4_608, "n_heads": 32}  # Gemma 2 27B: its config says query_pre_attn_scalar 144
+    assert weights.gemma_scale(sizes | {"n_layers": 46}) == {"score_scale": 1 / 12}
+    assert weights.gemma_scale(sizes | {"n_layers": 42}) == {}
+
+
+def test_numbers_of_four_bits_with_a_power_of_two_are_unpacked(tmp_path):
+    """gpt-oss's experts are packed as MXFP4: here one block, worked by hand."""
+    build = chapters.load_build(37)
+    file = build.WeightsFile(FileOf("qwen3").write(tmp_path / "small.gguf"))
+    name = "blk.0.attn_q.weight"
+    packing = gguf.GGMLQuantizationType.MXFP4
+    low_and_high = [0x10 * ((i + 8) % 16) + i for i in range(16)]  # number i: i; number i + 16: i + 8, modulo 16
+    file.raw = np.array([128, *low_and_high], np.uint8)  # 128: times 2
+    file.tensors[name] = build.StoredTensor((1, 32), packing, 0, 17)
+    positive = [0, 1, 2, 3, 4, 6, 8, 12]
+    negative = [-value for value in positive]
+    assert file.read(name).tolist() == [positive + negative + negative + positive]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def field(name, value):
+    return lambda file: file.fields.update({f"{file.name}.{name}": value})
+
+
+def remove(name):
+    return lambda file: file.tensors.pop(name)
+
+
+def tensor(name, *shape):
+    return lambda file: file.tensors.update({name: np.ones(shape, np.float32)})
+
+
+def named(value):
+    return lambda file: file.fields.update({"general.architecture": value})
+
+
+REFUSED = {
+    "another architecture": ("qwen3", named("mamba"), "its architecture is mamba, and we know llama, mistral3, qwen2,"),
+    "no architecture": ("qwen3", named(None), "its architecture is None, and we know llama"),
+    "a number for one": ("qwen3", named(7), "its architecture is 7, and we know llama"),
+    "a field that we don't know": (
+        "qwen3",
+        field("attention.temperature_scale", 0.5),
+        "its metadata holds qwen3.attention.temperature_scale, which our qwen3 doesn't know",
+    ),
+    "a text for a number": (
+        "gemma2",
+        field("attention.sliding_window", "4"),
+        "its gemma2.attention.sliding_window is 4, and must be a whole number from 1 to",
+    ),
+    "a number for each layer": (
+        "smollm3",
+        field("attention.head_count_kv", [3, 3, 3, 3, 3]),
+        "its smollm3.attention.head_count_kv is a list, and must be a whole number",
+    ),
+    "no number": ("granite", field("residual_scale", float("nan")), "its granite.residual_scale is nan, and must be"),
+    "a field too few": ("granite", field("attention.scale", None), "its metadata lacks granite.attention.scale"),
+    "no window": ("gpt-oss", field("attention.sliding_window", None), "lacks gpt-oss.attention.sliding_window"),
+    "no RoPE": ("granite", field("rope.scaling.finetuned", False), "finetuned is False; our model can only have True"),
+    "a part of a head turned": ("qwen3", field("rope.dimension_count", 8), "dimension_count is 8; our model can only"),
+    "an odd head": ("qwen3", field("attention.key_length", 9), "RoPE can't turn 9 of 9 channels in pairs"),
+    "values of another width": ("olmo2", field("attention.value_length", 8), "value_length is 8; our model can only"),
+    "another vocabulary": ("qwen2", field("vocab_size", 54), "its qwen2.vocab_size is 54; our model can only have 53"),
+    "layers too many": ("cohere", field("block_count", 6), "block_count is 6, and it has tensors of 5 blocks"),
+    "layers without end": ("cohere", field("block_count", 2**32 - 1), "block_count is 4294967295, and must be"),
+    "a window in llama": ("llama3", field("attention.sliding_window", 4), "sliding_window is 4; our model can only have 0"),
+    "heads that don't divide": ("qwen2", field("attention.head_count_kv", 4), "n_heads 9 is not divisible by n_kv_heads"),
+    "a scaling that we don't know": (
+        "qwen3",
+        field("rope.scaling.type", "longrope"),
+        "its qwen3.rope.scaling.type is longrope; we know none, linear and yarn",
+    ),
+    "a scaling without a factor": ("qwen3", field("rope.scaling.type", "linear"), "lacks qwen3.rope.scaling.factor"),
+    "YaRN without a length": (
+        "gpt-oss",
+        field("rope.scaling.original_context_length", None),
+        "lacks gpt-oss.rope.scaling.original_context_length",
+    ),
+    "YaRN of another kind": ("gpt-oss", field("rope.scaling.yarn_ext_factor", 0.5), "yarn_ext_factor is 0.5; our model"),
+    "two scalings": ("llama3", field("rope.scaling.factor", 2.0), "its RoPE is scaled twice: linear, and by the tensor"),
+    "no such pairs": ("llama3", tensor("rope_freqs.weight", 4), "its tensor rope_freqs.weight has shape (4,)"),
+    "more experts used than there are": ("mixtral", field("expert_used_count", 8), "used_count is 8, and it has 7 experts"),
+    "an expert too many": ("olmoe", field("expert_count", 8), "ffn_gate_inp.weight has shape (7, 54), and in our model (8"),
+    "experts without end": ("mixtral", field("expert_count", 2**31), "expert_count is 2147483648, and must be"),
+    "groups that don't divide": ("deepseek-v3", field("expert_group_count", 4), "15 experts don't make 4 equal groups"),
+    "a softmax for a sigmoid": ("deepseek-v3", field("expert_gating_func", 1), "gating_func is 1; our model can only"),
+    "another short vector": ("deepseek-v3", field("attention.kv_lora_rank", 10), "value_length is 11; our model can only"),
+    "no content": ("deepseek-v3", field("attention.key_length_mla", 4), "it turns 4 of the 4 channels of a head"),
+    "no sink": ("gpt-oss", remove("blk.3.attn_sinks.weight"), "it lacks the tensor blk.3.attn_sinks.weight"),
+    "no norm": ("gemma3", remove("blk.2.post_ffw_norm.weight"), "it lacks the tensor blk.2.post_ffw_norm.weight"),
+    "no embedding": ("qwen3", remove("token_embd.weight"), "it lacks the tensor token_embd.weight"),
+    "another shape": (
+        "qwen3-moe",
+        tensor("blk.1.ffn_down_exps.weight", 7, 19, 45),
+        "its tensor blk.1.ffn_down_exps.weight has shape (7, 19, 45), and in our model (7, 45, 19)",
+    ),
+    "a tensor too many": ("qwen3", tensor("blk.0.attn_q.bias", 90), "no place for its tensor blk.0.attn_q.bias"),
+    "norms of heads in Command R": ("cohere", tensor("blk.0.attn_q_norm.weight", 9, 10), "no place for its tensor blk.0"),
+}
+
+
+@pytest.mark.parametrize(("recipe", "change", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_we_can_not_do_is_refused_by_name_before_a_number_is_read(recipe, change, says, tmp_path, monkeypatch):
+    file = FileOf(recipe)
+    change(file)
+    path = file.write(tmp_path / "small.gguf")
+    monkeypatch.setattr(chapters.load_build(37).WeightsFile, "read", None)
+    with pytest.raises(UserError) as error:
+        opened(path)
+    said = str(error.value)
+    assert said.startswith(f"{path} can't be used: ") and says in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "value", "says"),
+    [
+        ("llama3", "rope_freqs.weight", 0, "its tensor rope_freqs.weight holds a factor that can't be"),
+        ("llama3", "rope_freqs.weight", np.nan, "its tensor rope_freqs.weight holds a factor that can't be"),
+        ("gpt-oss", "blk.1.ffn_up_exps.bias", np.inf, "blk.1.ffn_up_exps.bias holds numbers that are not finite"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(recipe, name, value, says, tmp_path):
+    file = FileOf(recipe)
+    file.tensors[name][...] = value
+    with pytest.raises(UserError, match=says):
+        opened(file.write(tmp_path / "small.gguf"))
