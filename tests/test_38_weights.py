@@ -8,6 +8,7 @@ adds 1 to Gemma's gains, cuts DeepSeek's kv_b in two, stacks the experts). Nothi
 import copy
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -305,6 +306,20 @@ class FileOf:
         return path
 
 
+@cache
+def converted(recipe: str) -> FileOf:
+    return FileOf(recipe)
+
+
+def file_of(recipe: str) -> FileOf:
+    """A FileOf that may be changed: the original is converted once, and its arrays are shared."""
+    file = copy.copy(converted(recipe))
+    file.words = dict(file.words)
+    file.fields = {}
+    file.tensors = dict(file.tensors)
+    return file
+
+
 def llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
     """How many times slower each pair turns."""
     factors = []
@@ -334,7 +349,7 @@ def opened(path: Path):
 @pytest.mark.parametrize("recipe", FILES)
 @torch.no_grad()
 def test_a_file_gives_the_logits_of_its_original_at_once_and_in_pieces(recipe, tmp_path):
-    file = FileOf(recipe)
+    file = file_of(recipe)
     model = opened(file.write(tmp_path / "small.gguf")).double()
     idx = originals.tokens(LENGTH)
     theirs = originals.their_logits(file.original, idx)
@@ -381,7 +396,7 @@ def test_the_score_scale_of_gemmas_largest_is_known_by_its_layers(weights):
 def test_numbers_of_four_bits_with_a_power_of_two_are_unpacked(tmp_path):
     """gpt-oss's experts are packed as MXFP4: here one block, worked by hand."""
     build = chapters.load_build(37)
-    file = build.WeightsFile(FileOf("qwen3").write(tmp_path / "small.gguf"))
+    file = build.WeightsFile(file_of("qwen3").write(tmp_path / "small.gguf"))
     name = "blk.0.attn_q.weight"
     packing = gguf.GGMLQuantizationType.MXFP4
     low_and_high = [0x10 * ((i + 8) % 16) + i for i in range(16)]  # number i: i; number i + 16: i + 8, modulo 16
@@ -478,7 +493,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("recipe", "change", "says"), REFUSED.values(), ids=REFUSED)
 def test_what_we_can_not_do_is_refused_by_name_before_a_number_is_read(recipe, change, says, tmp_path, monkeypatch):
-    file = FileOf(recipe)
+    file = file_of(recipe)
     change(file)
     path = file.write(tmp_path / "small.gguf")
     monkeypatch.setattr(chapters.load_build(37).WeightsFile, "read", None)
@@ -497,7 +512,7 @@ def test_what_we_can_not_do_is_refused_by_name_before_a_number_is_read(recipe, c
     ],
 )
 def test_numbers_that_are_none_are_refused(recipe, name, value, says, tmp_path):
-    file = FileOf(recipe)
-    file.tensors[name][...] = value
+    file = file_of(recipe)
+    file.tensors[name] = np.full_like(file.tensors[name], value)
     with pytest.raises(UserError, match=says):
         opened(file.write(tmp_path / "small.gguf"))

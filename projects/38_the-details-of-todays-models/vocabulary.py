@@ -45,11 +45,11 @@ def like_gpt4o(digits: str, ending: str) -> str:
     return f"{words}|{digits}|{signs}|{BLANKS}"
 
 
-EAST = "一-龥぀-ゟ゠-ヿ"  # Chinese and Japanese letters
+EAST = "一-龥぀-ゟ゠-ヿ"  # Chinese and Japanese
 DEEPSEEK = "|".join(  # its three cuts, one after the other, as one: digits, EAST, all else
     (
         r"\p{N}{1,3}",
-        f"[{EAST}]+",
+        rf"[[{EAST}]&&[\p{{L}}\p{{M}}]]+|[[{EAST}]&&[\p{{P}}\p{{S}}]]+",
         r"[!-/:-@\[-`{-~][A-Za-z]+",
         rf"[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}--[{EAST}]]+",
         rf" ?[\p{{P}}\p{{S}}--[{EAST}]]+[\r\n]*",
