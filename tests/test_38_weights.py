@@ -6,6 +6,7 @@ adds 1 to Gemma's gains, cuts DeepSeek's kv_b in two, stacks the experts). Nothi
 """
 
 import copy
+import io
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -236,7 +237,7 @@ FILES = {
     "deepseek-v3": Written("DEEPSEEK2", latent, sizes=deepseek_sizes),
 }
 MERGED = ["ab", "abc"]
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVĠ"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUĠ"
 WORDS = {
     "model": "gpt2",
     "pre": "llama-bpe",
@@ -516,3 +517,72 @@ def test_numbers_that_are_none_are_refused(recipe, name, value, says, tmp_path):
     file.tensors[name] = np.full_like(file.tensors[name], value)
     with pytest.raises(UserError, match=says):
         opened(file.write(tmp_path / "small.gguf"))
+
+
+# ---------------------------------------------------------------- chapter 37's build.py with such a file
+
+
+GEMMA_CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m['role'] + '\n' + m['content'] "
+    "+ '<end_of_turn>\n' }}{% endfor %}{{ '<start_of_turn>model\n' }}"
+)
+
+
+def gemma_with_pieces() -> FileOf:
+    """A small Gemma 2 with a vocabulary of its kind: pieces, all bytes, and a line end of its makers' own."""
+    file = file_of("gemma2")
+    steering = ["<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["▁", "a", "b", "▁a", "ab"]
+    tokens = [*steering, "\n", *in_bytes, *pieces]
+    file.words = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": [2, 3, 3, 3, 3, 4, *[6] * 256, *[1] * len(pieces)],
+        "scores": [0.0] * 262 + [-float(i) for i in range(len(pieces))],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "add_space_prefix": False,
+    }
+    embedding = np.random.default_rng(1).normal(0, 0.2, (len(tokens), 45))
+    file.tensors["token_embd.weight"] = embedding.astype(np.float32)
+    file.fields["gemma2.vocab_size"] = len(tokens)
+    file.fields["tokenizer.chat_template"] = GEMMA_CHAT
+    return file
+
+
+def test_a_person_talks_to_another_architecture(tmp_path, run_here, monkeypatch):
+    path = gemma_with_pieces().write(tmp_path / "gemma.gguf")
+    monkeypatch.setattr("sys.stdin", io.StringIO("a b\nab\n\n"))
+    script = chapters.chapter_folder(37) / "build.py"
+    status, out, err = run_here(script, "--chat", "--tokens", "3", "--device", "cpu", "--weights", str(path))
+    assert (status, err) == (0, "") and out.startswith("Type a message.") and out.count("\n") >= 3
+
+
+def test_a_chat_is_written_with_gemmas_tokens(tmp_path, weights):
+    build = chapters.load_build(37)
+    tokenizer = weights.open_tokenizer(build.WeightsFile(gemma_with_pieces().write(tmp_path / "gemma.gguf")))
+    tokens = tokenizer.special
+    user = tokenizer.encode("user")
+    wanted = [tokens["<bos>"], tokens["<start_of_turn>"], *user, tokens["\n"], *tokenizer.encode("a<eos>")]
+    wanted += [tokens["<end_of_turn>"], tokens["\n"], tokens["<start_of_turn>"], *tokenizer.encode("model"), tokens["\n"]]
+    assert tokenizer.chat("a<eos>") == wanted and tokenizer.ends == {tokens["<eos>"], tokens["<end_of_turn>"]}
+
+
+@pytest.mark.parametrize("recipe", ["deepseek-v3", "gpt-oss"])
+def test_the_experiment_measures_another_architecture(recipe, tmp_path, capsys):
+    path = file_of(recipe).write(tmp_path / "small.gguf")
+    (tmp_path / "text.txt").write_text("abc think de " * 50, encoding="utf-8")
+    flags = ["--weights", str(path), "--data", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out")]
+    assert chapters.load_build(37).main([*flags, "--full", "--tokens", "4", "--device", "cpu", "--context", "24"]) == 0
+    out = capsys.readouterr().out
+    assert "d_model 45, 9 query heads on" in out and "perplexity on 12 tokens" in out
+
+
+def test_a_refusal_is_one_line_and_status_2(tmp_path, run_here):
+    file = file_of("qwen3")
+    file.fields["qwen3.attention.sliding_window"] = 4
+    script = chapters.chapter_folder(37) / "build.py"
+    status, out, err = run_here(script, "--prompt", "a", "--weights", str(file.write(tmp_path / "small.gguf")))
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("build.py: error: ") and "holds qwen3.attention.sliding_window" in err
