@@ -8,6 +8,7 @@ the best score first: Llama 2, Mistral, Gemma (Kudo & Richardson 2018, "bpe").
 import heapq
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,6 +72,8 @@ PATTERNS = real.PATTERNS | {
 }
 # Their texts begin with the first token, even if the file doesn't say so.
 BEGIN = {"llama-bpe", "tekken"}
+# Their texts have é for e and a separate accent, wherever there is such a letter (NFC).
+COMPOSED = {"olmo", "command-r", "qwen2"}
 
 # ---------------------------------------------------------------- byte pairs
 
@@ -128,6 +131,7 @@ class BytePairTokenizer(FileTokenizer):
                 ids[bytes(letters[letter] for letter in token)] = i
             else:
                 self.special[token] = i
+        self.composed = pre in COMPOSED
         self.prepare(file, begins=pre in BEGIN)
         self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
         for i, byte in enumerate(self.unsayable):
@@ -135,6 +139,11 @@ class BytePairTokenizer(FileTokenizer):
         self.encoding = tiktoken.Encoding(
             "gguf", pat_str=PATTERNS[pre], mergeable_ranks=ids, special_tokens=self.special
         )
+
+    def encode_rest(self, text: str) -> list[int]:
+        if self.composed:
+            text = unicodedata.normalize("NFC", text)
+        return super().encode_rest(text)
 
 
 # ---------------------------------------------------------------- pieces
