@@ -23,6 +23,8 @@ from shared.console import UserError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from small_weights import SmallFile  # noqa: E402
+
 originals = pytest.importorskip("test_38_originals")
 
 LIMIT = 1e-6  # how far a logit may be off in float64: an eps and a multiplier stand in the file as float32
@@ -390,8 +392,8 @@ def test_yarn_takes_its_five_numbers_from_the_file(tmp_path):
 
 def test_the_score_scale_of_gemmas_largest_is_known_by_its_layers(weights):
     sizes = {"d_model": 4_608, "n_heads": 32}  # Gemma 2 27B: its config says query_pre_attn_scalar 144
-    assert weights.gemma_scale(sizes | {"n_layers": 46}) == {"score_scale": 1 / 12}
-    assert weights.gemma_scale(sizes | {"n_layers": 42}) == {}
+    assert weights.architectures.gemma_scale(sizes | {"n_layers": 46}) == {"score_scale": 1 / 12}
+    assert weights.architectures.gemma_scale(sizes | {"n_layers": 42}) == {}
 
 
 def test_numbers_of_four_bits_with_a_power_of_two_are_unpacked(tmp_path):
@@ -586,3 +588,35 @@ def test_a_refusal_is_one_line_and_status_2(tmp_path, run_here):
     status, out, err = run_here(script, "--prompt", "a", "--weights", str(file.write(tmp_path / "small.gguf")))
     assert (status, out) == (2, "") and err.count("\n") == 1
     assert err.startswith("build.py: error: ") and "holds qwen3.attention.sliding_window" in err
+
+
+def asks_for(small, what: str) -> None:
+    """Chapter 37's small file, with one thing that its blocks and words don't have."""
+    if what == "other words":
+        small.tokenizer["pre"] = "qwen2"
+    elif what == "yarn":
+        small.fields |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+        small.fields["rope.scaling.original_context_length"] = 10
+    elif what == "factors of pairs":
+        small.tensors["rope_freqs.weight"] = np.full(8, 2, np.float32)
+    elif what == "narrow heads":
+        small.fields["attention.key_length"] = 8
+        for i in range(2):
+            for name, rows in {"attn_q": 48, "attn_k": 16, "attn_v": 16}.items():
+                small.tensors[f"blk.{i}.{name}.weight"] = np.ones((rows, 96), np.float32)
+            small.tensors[f"blk.{i}.attn_output.weight"] = np.ones((96, 48), np.float32)
+
+
+@pytest.mark.parametrize("what", ["nothing more", "other words", "yarn", "factors of pairs", "narrow heads"])
+def test_a_llama_file_stays_in_chapter_37_if_it_asks_for_no_more(what, tmp_path):
+    build = chapters.load_build(37)
+    small = SmallFile(build.byte_letters())
+    asks_for(small, what)
+    tokenizer, model = build.open_model(build.WeightsFile(small.write(tmp_path / "small.gguf")), 30)
+    kinds = [type(tokenizer).__name__, type(model).__name__]
+    assert kinds == (["Tokenizer", "RealGPT"] if what == "nothing more" else ["BytePairTokenizer", "FileGPT"])
+    assert model.cfg.block_size == 30
+    if what == "nothing more":  # and chapter 38 would make the same of it
+        theirs = chapters.load_file(FOLDER / "weights.py").load_model(build.WeightsFile(tmp_path / "small.gguf"), 30)
+        idx = torch.arange(17)[None]
+        torch.testing.assert_close(model(idx)[0], theirs(idx)[0], rtol=0, atol=1e-4)
