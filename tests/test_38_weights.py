@@ -390,6 +390,25 @@ def test_yarn_takes_its_five_numbers_from_the_file(tmp_path):
     assert (model(idx)[0] - originals.their_logits(file.original, idx)).abs().max() < LIMIT
 
 
+@pytest.mark.parametrize("recipe", ["gpt2", "gemma2"])
+@torch.no_grad()
+def test_a_long_text_is_read_in_pieces(recipe, tmp_path, weights, monkeypatch):
+    model = opened(file_of(recipe).write(tmp_path / "small.gguf")).double()
+    idx = originals.tokens(LENGTH)
+    whole = model.states(idx)
+    monkeypatch.setattr(weights, "PIECE", 5)
+    longest = []
+    mix = weights.build.GroupedAttention.mix
+
+    def watched(attn, q, k, v):
+        longest.append(q.shape[2])
+        return mix(attn, q, k, v)
+
+    monkeypatch.setattr(weights.build.GroupedAttention, "mix", watched)
+    torch.testing.assert_close(model.states(idx), whole, rtol=0, atol=1e-10)
+    assert max(longest) == 5 and not hasattr(model.blocks[0].attn, "length")
+
+
 def test_the_score_scale_of_gemmas_largest_is_known_by_its_layers(weights):
     sizes = {"d_model": 4_608, "n_heads": 32}  # Gemma 2 27B: its config says query_pre_attn_scalar 144
     assert weights.architectures.gemma_scale(sizes | {"n_layers": 46}) == {"score_scale": 1 / 12}
@@ -472,6 +491,7 @@ REFUSED = {
         "lacks gpt-oss.rope.scaling.original_context_length",
     ),
     "YaRN of another kind": ("gpt-oss", field("rope.scaling.yarn_ext_factor", 0.5), "yarn_ext_factor is 0.5; our model"),
+    "YaRN without speeds": ("gpt-oss", field("rope.freq_base", 1.0), "gpt-oss.rope.freq_base is 1: all pairs turn alike"),
     "two scalings": ("llama3", field("rope.scaling.factor", 2.0), "its RoPE is scaled twice: linear, and by the tensor"),
     "no such pairs": ("llama3", tensor("rope_freqs.weight", 4), "its tensor rope_freqs.weight has shape (4,)"),
     "more experts used than there are": ("mixtral", field("expert_used_count", 8), "used_count is 8, and it has 7 experts"),

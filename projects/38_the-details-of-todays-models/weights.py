@@ -174,6 +174,8 @@ def rope_scaling(file, name: str, whole: bool) -> "build.RopeScaling | None":
     trained = said("scaling.original_context_length")
     if trained is None:
         raise file.refusal(f"its metadata lacks {name}.rope.scaling.original_context_length")
+    if said("freq_base") == 1:
+        raise file.refusal(f"its {name}.rope.freq_base is 1: all pairs turn alike, and YaRN can't")
     enlarged = said("scaling.yarn_attn_factor", build.yarn_length(factor))
     multiplier = said("scaling.yarn_log_multiplier")  # DeepSeek's; it enlarges the whole score
     if multiplier is not None:
@@ -192,8 +194,27 @@ def rope_scaling(file, name: str, whole: bool) -> "build.RopeScaling | None":
 # ---------------------------------------------------------------- model
 
 
+PIECE = 1024  # so many positions have their scores in memory at a time
+
+
 class FileGPT(build.DetailedGPT):
     """Chapter 38's model with a memory for one text (chapter 37, step 06)."""
+
+    def states(self, idx: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) -> what the head reads (B, T, C).
+
+        A long text is read in pieces: all its scores at once would fill the memory.
+        """
+        pieces = idx.split(PIECE, dim=1)
+        if len(pieces) == 1:
+            return super().states(idx)
+        if not isinstance(self.blocks[0].attn, Cached):
+            with build.real.remembering(self, idx.shape[1]):
+                return self.states(idx)
+        states = []
+        for piece in pieces:
+            states.append(super().states(piece))
+        return torch.cat(states, dim=1)
 
     def make_cache(self, attn: nn.Module, n_positions: int) -> nn.Module:
         if self.cfg.attention == "latent":
@@ -275,8 +296,11 @@ class Place(NamedTuple):
         return (len(self.pieces), *one) if self.stacked else one
 
 
-def our_parts(model: FileGPT) -> dict[str, list[torch.Tensor]]:
-    """Our parameters by name, cut as files have them; those of all experts under one name."""
+def our_parts(model: FileGPT, fused: bool) -> dict[str, list[torch.Tensor]]:
+    """Our parameters by name, cut as files have them; those of all experts under one name.
+
+    `fused`: whether files have q, k and v in one matrix, as ours.
+    """
     parts = {}
     for name, numbers in [*model.named_parameters(), *model.named_buffers()]:
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
@@ -284,28 +308,32 @@ def our_parts(model: FileGPT) -> dict[str, list[torch.Tensor]]:
         name = name.replace("mlp.balance_bias", "mlp.balance.bias")
         parts.setdefault(name, []).append(numbers)
     for i, block in enumerate(model.blocks):
-        attn = block.attn
         where = f"blocks.{i}.attn"
-        D = attn.head_dim
         for kind in ("weight", "bias"):
-            if model.cfg.position_type == "rope" and f"{where}.qkv.{kind}" in parts:
+            if not fused and f"{where}.qkv.{kind}" in parts:
                 [whole] = parts.pop(f"{where}.qkv.{kind}")
-                rows = [D * attn.n_heads, D * attn.n_kv_heads, D * attn.n_kv_heads]
-                for letter, piece in zip("qkv", whole.split(rows)):
-                    parts[f"{where}.{letter}.{kind}"] = [piece]
+                n_rows = [block.attn.head_dim * n for n in heads_of(block.attn)]
+                for letter, rows in zip("qkv", whole.split(n_rows)):
+                    parts[f"{where}.{letter}.{kind}"] = [rows]
         if f"{where}.kv_up.weight" in parts:
             [whole] = parts.pop(f"{where}.kv_up.weight")
-            heads = whole.unflatten(0, (attn.n_heads, -1))  # (H, content and value, kv_rank)
-            parts[f"{where}.k_up.weight"] = [heads[:, : attn.d_content].mT]  # theirs is transposed
-            parts[f"{where}.v_up.weight"] = [heads[:, attn.d_content :]]
+            heads = whole.unflatten(0, (block.attn.n_heads, -1))  # (H, content and value, kv_rank)
+            content = heads[:, : block.attn.d_content]
+            parts[f"{where}.k_up.weight"] = [content.mT]  # theirs is transposed
+            parts[f"{where}.v_up.weight"] = [heads[:, block.attn.d_content :]]
     return parts
+
+
+def heads_of(attn: nn.Module) -> tuple[int, int, int]:
+    """How many heads queries, keys and values have."""
+    return attn.n_heads, attn.n_kv_heads, attn.n_kv_heads
 
 
 def places(model: FileGPT, known: Architecture) -> dict[str, Place]:
     """Their name of each tensor -> the place of its numbers in our model."""
     theirs = {ours: name for name, ours in (known.names | architectures.ENDS).items()}
     found = {}
-    for name, pieces in our_parts(model).items():
+    for name, pieces in our_parts(model, fused="attn.qkv" in theirs).items():
         block = re.match(r"blocks\.(\d+)\.", name)
         part, _, kind = name.rpartition(".")
         if block:
