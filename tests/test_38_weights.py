@@ -28,7 +28,7 @@ from small_weights import SmallFile  # noqa: E402
 originals = pytest.importorskip("test_38_originals")
 
 LIMIT = 1e-6  # how far a logit may be off in float64: an eps and a multiplier stand in the file as float32
-LENGTH = 17  # the windows are 4
+LENGTH = 17  # the windows are 3
 FOLDER = chapters.chapter_folder(38)
 
 
@@ -155,6 +155,7 @@ def gemma2_fields(w, config) -> None:
 
 def gemma3_fields(w, config) -> None:
     w.add_sliding_window(config.sliding_window)
+    w.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def granite_fields(w, config) -> None:
@@ -250,19 +251,72 @@ WORDS = {
 }
 
 
+def yarn(base: float, **more) -> dict:
+    """YaRN of few positions, so that of five pairs some keep their speed and some don't."""
+    usual = {"rope_type": "yarn", "rope_theta": base, "factor": 8.0, "original_max_position_embeddings": 12}
+    return {"rope_parameters": usual | more}
+
+
+GEMMA3_BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3_000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 400_000.0, "factor": 2.5},
+}
+LATENT_SIZES = {"num_key_value_heads": 9, "q_lora_rank": 13, "kv_lora_rank": 11, "qk_nope_head_dim": 5}
+LATENT_SIZES |= {"qk_rope_head_dim": 4, "v_head_dim": 7, "n_routed_experts": 15, "n_shared_experts": 2, "n_group": 5}
+LATENT_SIZES |= {"moe_intermediate_size": 19, "first_k_dense_replace": 2, "num_experts_per_tok": 3, "topk_group": 2}
+SEVEN = {"num_local_experts": 7, "num_experts_per_tok": 3}
+# Other numbers than the recipe's, wherever a file says them: so it is seen that they are read.
+OTHERS = {
+    "gemma2": (
+        "Gemma2",
+        {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 10, "sliding_window": 3},
+    ),
+    "gemma3": ("Gemma3Text", {"rope_parameters": GEMMA3_BASES, "query_pre_attn_scalar": 10, "sliding_window": 3}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 7.0,
+            "residual_multiplier": 0.375,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 0.75,
+            "rms_norm_eps": 2e-3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.75, "layer_norm_eps": 2e-3}),
+    "gpt-oss": ("GptOss", SEVEN | {"sliding_window": 3} | yarn(5_000.0, truncate=False)),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENT_SIZES
+        | {"routed_scaling_factor": 1.75, "norm_topk_prob": False}
+        | yarn(5_000.0, mscale=0.75, mscale_all_dim=0.75),
+    ),
+}
+
+
+def other(recipe: str) -> originals.Original:
+    """An original whose numbers are not the recipe's, if a file says them."""
+    if recipe not in OTHERS:
+        return originals.made(recipe)
+    kind, settings = OTHERS[recipe]
+    usual = dict(originals.THEIR_SIZES)
+    if recipe == "deepseek-v3":
+        del usual["head_dim"]
+    if recipe == "gemma3":
+        usual["num_hidden_layers"] = 7  # a layer after the first full one
+    return originals.Original(originals.make_theirs(kind, usual | settings), None, {})
+
+
 class FileOf:
     """A recipe's original as a GGUF file; its parts can be changed before write()."""
 
     def __init__(self, recipe: str, made=None):
-        made = made or originals.made(recipe)
+        made = made or other(recipe)
         self.model = copy.deepcopy(made.model)
         self.original = made._replace(model=self.model)
         for name, numbers in self.model.state_dict().items():
             gain = int(name.endswith("norm.weight") and recipe in ("gemma2", "gemma3"))
             numbers.copy_((numbers + gain).float() - gain)  # what the file can hold
-        if recipe == "gemma2":  # a file doesn't say how scores are scaled: by √D, but for one model
-            for layer in self.model.model.layers:
-                layer.self_attn.scaling = self.model.config.head_dim**-0.5
         self.written = FILES[recipe]
         self.name = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[self.written.architecture]]
         self.words = dict(WORDS)
