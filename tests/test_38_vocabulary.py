@@ -215,6 +215,7 @@ def test_a_token_of_the_makers_own_is_one_in_byte_pairs_too():
     tokenizer = vocabulary.open_tokenizer(byte_pairs())
     assert tokenizer.encode("abc<think>ab<|im_end|>")[:3] == [259, 1, 258]
     assert 0 not in tokenizer.encode("<|im_end|>")
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
     assert tokenizer.start == [] and vocabulary.open_tokenizer(byte_pairs(pre="llama-bpe")).start == [0]
 
 

@@ -280,6 +280,7 @@ OTHERS = {
             "attention_multiplier": 0.125,
             "logits_scaling": 0.75,
             "rms_norm_eps": 2e-3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
             "tie_word_embeddings": True,
         },
     ),
@@ -413,6 +414,7 @@ def test_a_file_gives_the_logits_of_its_original_at_once_and_in_pieces(recipe, t
     gap = (model(idx)[0] - theirs).abs().max().item()
     print(f"{recipe}: {gap:.1e}")
     assert gap < LIMIT
+    assert model.cfg.block_size == 40
     with chapters.load_build(37).remembering(model, LENGTH):
         pieces = [model(piece)[0] for piece in idx[:1].split([3, 1, 6, 1, 6], dim=1)]
         kept = [block.attn.kept[0].shape[-2] for block in model.blocks]
@@ -511,6 +513,7 @@ REFUSED = {
         field("attention.temperature_scale", 0.5),
         "its metadata holds qwen3.attention.temperature_scale, which our qwen3 doesn't know",
     ),
+    "a number for a name": ("qwen3", lambda file: file.fields.update({"general.name": 3}), "its general.name is 3, and must"),
     "a text for a number": (
         "gemma2",
         field("attention.sliding_window", "4"),

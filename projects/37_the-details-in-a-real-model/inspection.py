@@ -235,7 +235,7 @@ def check_logits(file, logits: torch.Tensor) -> None:
 
 
 def check_vocabulary(
-    file, patterns: dict[str, str], letters: dict[str, int], normal: int, types: set[int] = TYPES
+    file, patterns: dict[str, str], letters: dict[str, int], normal: int, types: set[int]
 ) -> None:
     """UserError if the file holds another kind of tokenizer than ours, or half of one."""
     model = file.metadata.get(VOCABULARY + "model")

@@ -12,8 +12,6 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
-import tiktoken
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
 from shared import chapters
@@ -66,6 +64,7 @@ PATTERNS = real.PATTERNS | {
     "llama-bpe": like_gpt4(r"\p{N}{1,3}"),  # Llama 3, SmolLM3
     "dbrx": like_gpt4(r"\p{N}{1,3}"),  # OLMo 2
     "qwen2": like_gpt4(r"\p{N}"),  # Qwen2 and Qwen3
+    "deepseek-r1-qwen": like_gpt4(r"\p{N}"),  # Qwen2 that DeepSeek trained further
     "gpt-4o": like_gpt4o(r"\p{N}{1,3}", ENGLISH + "?"),  # gpt-oss
     "tekken": like_gpt4o(r"\p{N}", ""),  # Mistral, from Nemo on
     "deepseek-v3": DEEPSEEK,
@@ -73,32 +72,26 @@ PATTERNS = real.PATTERNS | {
 # Their texts begin with the first token, even if the file doesn't say so.
 BEGIN = {"llama-bpe", "tekken"}
 # Their texts have é for e and a separate accent, wherever there is such a letter (NFC).
-COMPOSED = {"olmo", "command-r", "qwen2"}
+COMPOSED = {"olmo", "command-r", "qwen2", "deepseek-r1-qwen"}
 
 # ---------------------------------------------------------------- byte pairs
 
-OWN = 4  # the file's mark of a token of its makers' own, which stands for its name in any text
-
-
-def own_tokens(file) -> dict[str, int]:
-    """The tokens that stand for their name in any text, and their ids."""
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    marks = file.metadata["tokenizer.ggml.token_type"]
-    return {token: i for i, token in enumerate(tokens) if marks[i] == OWN}
+OWN = inspection.OWN
 
 
 class FileTokenizer(real.Tokenizer):
-    """What both kinds share: tokens of the makers' own, and chapter 37's form of a chat."""
+    """What both kinds have besides chapter 37's: tokens that stand for their name in any text.
 
-    def prepare(self, file, begins: bool) -> None:
-        """Everything but the vocabulary. `begins`: texts have a first token unless a file says."""
-        self.n_tokens = len(file.metadata["tokenizer.ggml.tokens"])
-        self.own = own_tokens(file)
+    Their makers added them, like <think>. A token that steers, like <|im_end|>, is none of them.
+    """
+
+    def find_own(self, file) -> None:
+        """Keep the tokens of the makers' own."""
+        tokens = file.metadata["tokenizer.ggml.tokens"]
+        marks = file.metadata["tokenizer.ggml.token_type"]
+        self.own = {token: i for i, token in enumerate(tokens) if marks[i] == OWN}
         longest_first = sorted(self.own, key=len, reverse=True)
         self.own_names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self.form = conversation.find_form(file, self.special)
-        self.start = conversation.find_start(file, begins)
-        self.ends = conversation.find_ends(file, self.special, self.form)
 
     def encode(self, text: str) -> list[int]:
         """Text -> ids. UserError for what the vocabulary can't say."""
@@ -110,40 +103,22 @@ class FileTokenizer(real.Tokenizer):
             end = found.end()
         return ids + self.encode_rest(text[end:])
 
-    def encode_rest(self, text: str) -> list[int]:
-        """Text without tokens of the makers' own -> ids."""
-        return super().encode(text)
-
 
 class BytePairTokenizer(FileTokenizer):
     """Chapter 37's, with the words of more models."""
 
     def __init__(self, file):
-        letters = real.byte_letters()
-        types = inspection.TYPES | {OWN}
-        inspection.check_vocabulary(file, PATTERNS, letters, real.NORMAL, types)
-        marks = file.metadata["tokenizer.ggml.token_type"]
+        super().__init__(file, PATTERNS, inspection.TYPES | {OWN})
         pre = file.metadata["tokenizer.ggml.pre"]
-        self.special = {}
-        ids = {}  # the bytes of each ordinary token -> its id
-        for i, token in enumerate(file.metadata["tokenizer.ggml.tokens"]):
-            if marks[i] == real.NORMAL:
-                ids[bytes(letters[letter] for letter in token)] = i
-            else:
-                self.special[token] = i
+        self.start = conversation.find_start(file, usual=pre in BEGIN)
         self.composed = pre in COMPOSED
-        self.prepare(file, begins=pre in BEGIN)
-        self.unsayable = [byte for byte in range(256) if bytes([byte]) not in ids]
-        for i, byte in enumerate(self.unsayable):
-            ids[bytes([byte])] = self.n_tokens + i
-        self.encoding = tiktoken.Encoding(
-            "gguf", pat_str=PATTERNS[pre], mergeable_ranks=ids, special_tokens=self.special
-        )
+        self.find_own(file)
 
     def encode_rest(self, text: str) -> list[int]:
+        """Text without tokens of the makers' own -> ids."""
         if self.composed:
             text = unicodedata.normalize("NFC", text)
-        return super().encode_rest(text)
+        return real.Tokenizer.encode(self, text)
 
 
 # ---------------------------------------------------------------- pieces
@@ -179,10 +154,15 @@ class PieceTokenizer(FileTokenizer):
                 self.special[token] = i
                 said.append(token.encode("utf-8"))
         self.encoding = Said(said)
+        self.n_tokens = len(tokens)
         self.prefix = " " if file.metadata.get("tokenizer.ggml.add_space_prefix", True) else ""
-        self.prepare(file, begins=True)
+        self.form = conversation.find_form(file, self.special)
+        self.start = conversation.find_start(file, usual=True)
+        self.ends = conversation.find_ends(file, self.special, self.form)
+        self.find_own(file)
 
     def encode_rest(self, text: str) -> list[int]:
+        """Text without tokens of the makers' own -> ids."""
         if not text:
             return []
         ids = []

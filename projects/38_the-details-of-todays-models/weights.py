@@ -49,7 +49,7 @@ def check_fields(file, name: str, known: Architecture) -> dict[str, str | None]:
     """
     fields = architectures.COMMON | known.fields | {known.eps: "norm_eps"}
     rules = {f"{name}.{short_name}": architectures.RULES[short_name] for short_name in fields}
-    inspection.check_rules(file, rules)
+    inspection.check_rules(file, rules | {"general.name": architectures.RULES["general.name"]})
     fixed = known.fixed | architectures.ALWAYS
     for field_name in file.metadata:
         prefix, _, short_name = field_name.partition(".")
@@ -308,25 +308,21 @@ def our_parts(model: FileGPT, fused: bool) -> dict[str, list[torch.Tensor]]:
         name = name.replace("mlp.balance_bias", "mlp.balance.bias")
         parts.setdefault(name, []).append(numbers)
     for i, block in enumerate(model.blocks):
+        attn = block.attn
         where = f"blocks.{i}.attn"
         for kind in ("weight", "bias"):
             if not fused and f"{where}.qkv.{kind}" in parts:
                 [whole] = parts.pop(f"{where}.qkv.{kind}")
-                n_rows = [block.attn.head_dim * n for n in heads_of(block.attn)]
-                for letter, rows in zip("qkv", whole.split(n_rows)):
+                kv_rows = attn.n_kv_heads * attn.head_dim
+                q, k, v = whole.split([attn.n_heads * attn.head_dim, kv_rows, kv_rows])
+                for letter, rows in {"q": q, "k": k, "v": v}.items():
                     parts[f"{where}.{letter}.{kind}"] = [rows]
         if f"{where}.kv_up.weight" in parts:
             [whole] = parts.pop(f"{where}.kv_up.weight")
-            heads = whole.unflatten(0, (block.attn.n_heads, -1))  # (H, content and value, kv_rank)
-            content = heads[:, : block.attn.d_content]
-            parts[f"{where}.k_up.weight"] = [content.mT]  # theirs is transposed
-            parts[f"{where}.v_up.weight"] = [heads[:, block.attn.d_content :]]
+            heads = whole.unflatten(0, (attn.n_heads, -1))  # (H, content and value, kv_rank)
+            parts[f"{where}.k_up.weight"] = [heads[:, : attn.d_content].mT]  # theirs is transposed
+            parts[f"{where}.v_up.weight"] = [heads[:, attn.d_content :]]
     return parts
-
-
-def heads_of(attn: nn.Module) -> tuple[int, int, int]:
-    """How many heads queries, keys and values have."""
-    return attn.n_heads, attn.n_kv_heads, attn.n_kv_heads
 
 
 def places(model: FileGPT, known: Architecture) -> dict[str, Place]:
