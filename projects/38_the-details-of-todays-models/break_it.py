@@ -11,7 +11,7 @@ A port is a program of your own that loads the numbers of somebody else's model.
 is a mistake that a port can make: it exchanges a line or two of build.py, and the build is loaded
 with the new lines. All shapes fit, so nothing complains. A model that is trained with the mistake
 learns as well as one without. But a model that was trained without it and is loaded with it is
-another model, and mostly a worse one: `training-loss` and `loaded-loss` show the two.
+another model, and mostly a worse one: `trained` and `loaded` show the two.
 """
 
 import math
@@ -93,12 +93,21 @@ class Patient:
         norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
         return loss.item(), torch.stack(norms).norm().item()
 
-    def reaches(self, recipe: str) -> bool:
-        """Whether the edits change what a trained model of this recipe does.
+    def rise(self, recipe: str) -> float:
+        """Nats by which a trained model's loss rises when it is loaded into this build."""
+        return self.loaded[recipe][0] - healthy(self.seed).loaded[recipe][0]
 
-        If they don't, to train it again would give the same numbers again.
-        """
-        return self.loaded[recipe] != healthy(self.seed).loaded[recipe]
+    @cached_property
+    def most_changed(self) -> str | None:
+        """The recipe whose loss rises or falls most; None if the edits reach no recipe."""
+        plain = healthy(self.seed).loaded
+        reached = [recipe for recipe in TRAINED if self.loaded[recipe] != plain[recipe]]
+        return max(reached, key=lambda recipe: abs(self.rise(recipe)), default=None)
+
+    @cached_property
+    def end(self) -> float:
+        """The loss at the end of a training of that recipe with this build's code."""
+        return train(self.model(self.most_changed, torch.float32), self.seed)
 
 
 @lru_cache(maxsize=4)
@@ -149,40 +158,34 @@ def noise(patient: Patient, *shape: int) -> torch.Tensor:
 
 # ---------------------------------------------------------------- instruments: the loss
 
-ALIKE = 0.25  # nats; trained from other starts, healthy models end up to 0.2 apart
+ALIKE = 0.25  # nats; healthy models of other seeds end up to 0.2 apart
+UNSEEN = 0.03  # nats; a rise below this could be by chance
 
 
-def training_loss(patient: Patient) -> Reading:
+def when_trained(patient: Patient) -> Reading:
     """Where training with this code ends, above where it ends with the healthy code.
 
-    Of the recipe that loses most when its trained numbers are loaded.
+    Of one recipe, that of when_loaded(). What the edits don't reach would train as before.
     """
-    recipe = most_changed(patient)
-    if recipe is None:
-        return Reading("+0.00", True, 0.0)
-    end = train(patient.model(recipe, torch.float32), patient.seed)
-    gap = end - trained(patient.seed, recipe)[1]
-    return Reading(f"{gap:+.2f}", abs(gap) < ALIKE, gap)
+    recipe = patient.most_changed
+    gap = 0.0 if recipe is None else patient.end - trained(patient.seed, recipe)[1]
+    return Reading(nats(gap), abs(gap) < ALIKE, gap)
 
 
-def loaded_loss(patient: Patient) -> Reading:
-    """What a trained model loses when its numbers are loaded into this code."""
-    recipe = most_changed(patient)
+def when_loaded(patient: Patient) -> Reading:
+    """What a trained model loses when its numbers are loaded into this code.
+
+    Of all recipes, the one that loses most, or gains.
+    """
+    recipe = patient.most_changed
     if recipe is None:
         return Reading("unchanged", True, 0.0)
-    gap = loss_gap(patient, recipe)
-    return Reading(f"{recipe} {gap:+.2f}", abs(gap) < 0.03, gap)
+    rise = patient.rise(recipe)
+    return Reading(f"{recipe} {nats(rise)}", abs(rise) < UNSEEN, rise)
 
 
-def most_changed(patient: Patient) -> str | None:
-    """The recipe whose loaded loss the edits change most; None if they reach no recipe."""
-    reached = [recipe for recipe in TRAINED if patient.reaches(recipe)]
-    return max(reached, key=lambda recipe: abs(loss_gap(patient, recipe)), default=None)
-
-
-def loss_gap(patient: Patient, recipe: str) -> float:
-    """Nats by which a trained model's loss rises when it is loaded into this code."""
-    return patient.loaded[recipe][0] - healthy(patient.seed).loaded[recipe][0]
+def nats(gap: float) -> str:
+    return f"{round(gap, 2) + 0:+.2f}"  # the 0 turns -0.0 into 0.0
 
 
 # ---------------------------------------------------------------- instruments: norms and blocks
@@ -204,7 +207,7 @@ def distance(patient: Patient) -> Reading:
     q, k, _ = attn.heads(noise(patient, 32).expand(1, 9, 32))
     scores = q[0, 0] @ k[0, 0].T
     change = (scores[1:, 1:] - scores[:-1, :-1]).abs().max() / scores.abs().max()
-    return Reading(f"{change:.1%} of the largest", change.item() < 1e-6, change.item())
+    return Reading(f"differ by {change:.1%}", change.item() < 1e-6, change.item())
 
 
 @torch.no_grad()
@@ -215,11 +218,11 @@ def added(patient: Patient) -> Reading:
     block.norm2.weight.fill_(1.0)
     x = 100 * noise(patient, 1, 9, 32)
     size = rms(block(x) - x)
-    return Reading(f"{size:.1f} to a stream of {rms(x):.0f}", size <= 2, size)
+    return Reading(f"adds {size:.1f} to {rms(x):.0f}", size <= 2, size)
 
 
 @torch.no_grad()
-def side_by_side(patient: Patient) -> Reading:
+def halves(patient: Patient) -> Reading:
     """A Cohere block without its attention and one without its MLP: do they sum to the whole?"""
     x = noise(patient, 1, 9, 32)
     whole = patient.model("cohere").blocks[0]
@@ -271,7 +274,7 @@ def causality(patient: Patient) -> Reading:
     model.embed = lambda idx: x  # the same numbers, with a gradient
     model(torch.arange(9)[None])[0][0, 4].square().sum().backward()
     share = (x.grad[0, 5:].norm() / x.grad.norm()).item()
-    return Reading(f"{share:.1%} comes from later", share == 0, share)
+    return Reading(f"{share:.1%} from later", share == 0, share)
 
 
 @torch.no_grad()
@@ -284,7 +287,7 @@ def sink(patient: Patient) -> Reading:
     alone = attn.mix(0 * q, k, v)
     attn.sinks.fill_(math.log(3))
     weight = (attn.mix(0 * q, k, v).norm() / alone.norm()).item()
-    return Reading(f"a weight of {weight:.2f}", abs(weight - 0.25) < 1e-6, weight)
+    return Reading(f"{weight:.2f} of 1", abs(weight - 0.25) < 1e-6, weight)
 
 
 # ---------------------------------------------------------------- instruments: positions
@@ -332,7 +335,7 @@ def order(patient: Patient) -> Reading:
     x = noise(patient, 1, 9, 32)
     swapped = x[:, [0, 6, 2, 3, 4, 5, 1, 7, 8]]
     gap = changed(attn(swapped)[0, 8], attn(x)[0, 8])
-    return Reading(f"output changes by {gap:.0%}", gap < 1e-9, gap)
+    return Reading(f"changes by {gap:.0%}", gap < 1e-9, gap)
 
 
 @torch.no_grad()
@@ -368,7 +371,7 @@ def gate_sum(patient: Patient) -> Reading:
     """Mixtral with equal experts: as its gates sum to 1, it is one of them."""
     moe = patient.model("mixtral").blocks[0].mlp
     times = share_of_one_expert(moe, noise(patient, 9, 32))
-    return Reading(f"{times:.2f} times one expert", abs(times - 1) < 1e-6, times)
+    return Reading(f"{times:.2f}", abs(times - 1) < 1e-6, times)
 
 
 @torch.no_grad()
@@ -377,7 +380,7 @@ def olmoe_gates(patient: Patient) -> Reading:
     moe = patient.model("olmoe").blocks[0].mlp
     moe.router.weight.zero_()
     times = share_of_one_expert(moe, noise(patient, 9, 32))
-    return Reading(f"{times:.2f} times one expert", abs(times - 2 / 3) < 1e-6, times)
+    return Reading(f"{times:.2f}", abs(times - 2 / 3) < 1e-6, times)
 
 
 def share_of_one_expert(moe: nn.Module, x: torch.Tensor) -> float:
@@ -396,7 +399,7 @@ def shared_expert(patient: Patient) -> Reading:
         expert.down_proj.weight.zero_()
     x = noise(patient, 9, 32)
     times = rms(moe(x)) / rms(moe.shared(x))
-    return Reading(f"{times:.2f} times it", abs(times - 1) < 1e-6, times)
+    return Reading(f"{times:.2f}", abs(times - 1) < 1e-6, times)
 
 
 @torch.no_grad()
@@ -407,27 +410,27 @@ def balance(patient: Patient) -> Reading:
     before = moe(x)
     moe.balance_bias += 1
     gap = changed(moe(x), before)
-    return Reading(f"output changes by {gap:.0%}", gap < 1e-6, gap)
+    return Reading(f"changes by {gap:.0%}", gap < 1e-6, gap)
 
 
 INSTRUMENTS = (
-    Instrument("training-loss", "does training end where it ended?", training_loss),
-    Instrument("loaded-loss", "does a trained model lose nothing?", loaded_loss),
+    Instrument("trained", "does training end where it ended (nats)?", when_trained),
+    Instrument("loaded", "does a trained model lose nothing (nats)?", when_loaded),
     Instrument("gains", "does a gain of 0 in Gemma's file mean 1?", gains),
     Instrument("distance", "do equal distances score alike?", distance),
-    Instrument("reach", "does a window of 4 see 4 positions?", reach),
+    Instrument("reach", "does a window of 4 see four positions?", reach),
     Instrument("bases", "has each kind of layer its own base?", bases),
     Instrument("added", "does a block add what its gains allow?", added),
     Instrument("causality", "is the future without influence?", causality),
     Instrument("sink", "does the sink take its share?", sink),
     Instrument("gate-sum", "do Mixtral's gates sum to 1?", gate_sum),
-    Instrument("olmoe-gates", "are OLMoE's gates probabilities?", olmoe_gates),
-    Instrument("shared", "is the shared expert's output added?", shared_expert),
-    Instrument("embedding", "does the stream start √C times as large?", embedding),
+    Instrument("olmoe-gates", "do OLMoE's gates sum to 2/3?", olmoe_gates),
+    Instrument("shared", "is the shared expert added, once?", shared_expert),
+    Instrument("embedding", "does the stream start √32 times as large?", embedding),
     Instrument("yarn-length", "does turning lengthen as YaRN says?", yarn_length),
     Instrument("neighbours", "do neighbours keep their angle?", neighbours),
     Instrument("balance", "are equal biases without effect?", balance),
-    Instrument("side-by-side", "do attention and MLP add up?", side_by_side),
+    Instrument("halves", "do attention and MLP add up?", halves),
     Instrument("order", "is NoPE's past without order?", order),
     Instrument("clamped", "is gate 2, up 3 what it must be?", clamped),
     Instrument("pieces", "do two pieces read as one text?", pieces),
@@ -439,7 +442,7 @@ INSTRUMENTS = (
 def damage(name: str, *edits: tuple[str, str], loud: bool = False, **about) -> Sabotage:
     """Edits of this chapter's build, each (old, new)."""
     made = tuple(Edit(38, old, new) for old, new in edits)
-    also = about.pop("also_trips", ("loaded-loss",))
+    also = about.pop("also_trips", ("loaded",))
     return Sabotage(name=name, edits=made, loud=loud, also_trips=also, **about)
 
 
@@ -457,7 +460,7 @@ SABOTAGES = (
         sizes=lambda healthy, broken: broken.number == 0,
     ),
     damage(
-        "norm-after-the-turn",
+        "norm-after-turn",
         ('"head norm": HeadNormAttention', '"head norm": TurnedNormAttention'),
         predicts="scores of Qwen3 at equal distances differ by more than 0.5 % of the largest; no "
         "loss shows it",
@@ -470,7 +473,7 @@ SABOTAGES = (
         sizes=lambda healthy, broken: broken.number > 0.005,
     ),
     damage(
-        "window-one-too-wide",
+        "window-too-wide",
         ("(distance < window)", "(distance <= window)"),
         predicts="a window of 4 sees 5 positions",
         explains="A window of 4 is a token and the three before it. Some attention kernels want "
@@ -491,7 +494,7 @@ SABOTAGES = (
         sizes=lambda healthy, broken: abs(broken.number - 0.00395) < 1e-5,
     ),
     damage(
-        "norm-after-the-sum",
+        "norm-after-sum",
         (
             "x = x + self.residual_scale * self.norm1(self.attn(x))\n"
             "x = x + self.residual_scale * self.norm2(self.mlp(x))",
@@ -508,7 +511,7 @@ SABOTAGES = (
         sizes=lambda healthy, broken: broken.number > 50,
     ),
     damage(
-        "cap-after-the-mask",
+        "cap-after-mask",
         (
             "scores = softcap(q @ k.mT * self.score_scale, self.cfg.score_cap)",
             "scores = q @ k.mT * self.score_scale",
@@ -575,7 +578,7 @@ SABOTAGES = (
         sizes=lambda healthy, broken: broken.number == 0,
     ),
     damage(
-        "embeddings-unscaled",
+        "unscaled-embedding",
         ("scale = math.sqrt(self.cfg.d_model)", "scale = 1.0"),
         predicts="Gemma's stream starts with the embeddings as they are stored, not √32 = 5.66 "
         "times as large",
@@ -620,7 +623,7 @@ SABOTAGES = (
         sizes=lambda healthy, broken: broken.number > 0.05,
     ),
     damage(
-        "one-after-the-other",
+        "halves-in-turn",
         (
             "return x + self.residual_scale * (self.attn(normed) + self.mlp(normed))",
             "x = x + self.residual_scale * self.attn(normed)\n"
@@ -629,7 +632,7 @@ SABOTAGES = (
         predicts="what a Cohere block adds is not the sum of its halves: more than 5 % are missing",
         explains="The MLP now reads a stream to which attention has written already. It never saw "
         "one in training. The parameters are the same, since the block has one norm for both.",
-        instrument="side-by-side",
+        instrument="halves",
         sizes=lambda healthy, broken: broken.number > 0.05,
     ),
     damage(
@@ -676,7 +679,7 @@ SABOTAGES = (
 def vitals(patient: Patient) -> dict[str, str]:
     """Each trained model's loss when it is loaded, and instruments without their verdicts."""
     signs = {f"{recipe}, loaded: loss": f"{patient.loaded[recipe][0]:.3f}" for recipe in TRAINED}
-    signs["end of a training"] = training_loss(patient).text
+    signs["the end of a training, above the healthy one"] = when_trained(patient).text
     signs["causality"] = causality(patient).text
     signs["pieces"] = pieces(patient).text
     return signs
@@ -689,7 +692,7 @@ CASE = Case(
     vitals=vitals,
     premise="load the same numbers, and train on the same batches (seed {seed})",
     chapter=38,
-    columns=("training-loss", "loaded-loss"),
+    columns=("trained", "loaded"),
 )
 
 
