@@ -359,6 +359,9 @@ def run_all(case: Case, seed: int) -> int:
     console.say()
     console.say(Table(["sabotage", "kind", "its light", "also red", *case.columns], rows))
     console.say()
+    for name in case.columns:
+        asks = next(i.asks for i in case.instruments if i.name == name)
+        console.say(f"{name}: {asks}")
     failed = [outcome.sabotage.name for outcome in outcomes if not outcome.came_true]
     if failed:
         names = ", ".join(failed)

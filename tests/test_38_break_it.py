@@ -1,7 +1,5 @@
 """What chapter 38's break_it.py does beyond the matrix: which models a mistake reaches, with which numbers."""
 
-import re
-
 import pytest
 
 from shared import chapters
@@ -35,9 +33,7 @@ REACHED = {
 
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_mistake_reaches_the_models_that_have_the_detail(name, patient):
-    healthy = patient(PATH).loaded
-    damaged = patient(PATH, name).loaded
-    assert {recipe for recipe in healthy if damaged[recipe] != healthy[recipe]} == REACHED[name]
+    assert set(patient(PATH, name).reached) == REACHED[name]
 
 
 def test_each_is_silent_and_more_than_half_lose_something():
@@ -55,10 +51,3 @@ def test_healthy_and_damaged_models_hold_the_same_numbers(name, patient):
         assert list(mine) == list(theirs) and all(mine[key].equal(theirs[key]) for key in mine)
         vectors = [numbers for numbers in mine.values() if numbers.dim() == 1]
         assert vectors and all(numbers.std() > 0.1 for numbers in vectors)
-
-
-def test_an_edit_of_a_reader_turns_on_the_lights_that_it_should(capsys):
-    assert break_it.main(["--edit", "slope = 1.702", "slope = 1.0"]) == 0
-    lights = dict(re.findall(r"^([a-z-]+) .* (green|RED)$", capsys.readouterr().out, re.MULTILINE))
-    assert set(lights) == {instrument.name for instrument in break_it.INSTRUMENTS}
-    assert {name for name, light in lights.items() if light == "RED"} == {"clamped"}

@@ -158,6 +158,7 @@ def test_all_has_a_column_for_each_instrument_that_the_case_names(capsys):
         "reddened": ["eye", "-", "229", "V"],  # in its column it needn't be named once more
         "dusted": ["eye", "-", "230", "V"],
     }
+    assert "\nvoltmeter: is it 230 V?\n" in out
 
 
 def test_an_edit_is_shown_as_a_diff_with_its_place_and_run(capsys):

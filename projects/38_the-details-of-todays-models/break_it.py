@@ -45,6 +45,7 @@ SMALLER = {
 }
 TRAINED = ("gemma2", "gemma3", "olmo2", "llama3", "smollm3", "cohere", "olmoe")
 TRAINED += ("gpt-oss", "deepseek-v3")
+N_WINDOWS = 512  # of text, for a loss
 SETTINGS = training.TrainingSettings(steps=100, batch_size=16, learning_rate=1e-2)
 
 # ---------------------------------------------------------------- the patient
@@ -52,8 +53,12 @@ SETTINGS = training.TrainingSettings(steps=100, batch_size=16, learning_rate=1e-
 
 @lru_cache(maxsize=1)
 def corpus() -> data.Corpus:
-    whole = data.load_corpus("docs", "char", SIZES["block_size"])
-    return replace(whole, validation=whole.validation[:1_025])
+    return data.load_corpus("docs", "char", SIZES["block_size"])
+
+
+def text(n_windows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows that nobody trained on: token ids and targets, each (n_windows, T)."""
+    return next(data.all_windows(corpus().validation, SIZES["block_size"], n_windows))
 
 
 def new_model(build: ModuleType, recipe: str) -> nn.Module:
@@ -79,30 +84,38 @@ class Patient:
         model.load_state_dict(random_numbers(self.seed, recipe))
         return model.eval()
 
-    @cached_property
-    def loaded(self) -> dict[str, tuple[float, float]]:
-        """Of trained models loaded into this build: the loss on a text, and its gradient's size."""
-        return {recipe: self.load(recipe) for recipe in TRAINED}
-
-    @torch.enable_grad()
-    def load(self, recipe: str) -> tuple[float, float]:
+    def loaded(self, recipe: str) -> nn.Module:
+        """A model with the numbers of one that the unedited build trained."""
         model = new_model(self.build, recipe)
         model.load_state_dict(trained(self.seed, recipe)[0])
-        loss = model(*text())[1]
-        loss.backward()
-        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-        return loss.item(), torch.stack(norms).norm().item()
+        return model
+
+    @cached_property
+    def answers(self) -> dict[str, tuple[float, float]]:
+        """What trained models make of a little text: the loss, and its gradient's size."""
+        return {recipe: answer(self.loaded(recipe)) for recipe in TRAINED}
+
+    @cached_property
+    def reached(self) -> list[str]:
+        """The recipes that the edits change. The others would give the same numbers again."""
+        plain = healthy(self.seed).answers
+        return [recipe for recipe in TRAINED if self.answers[recipe] != plain[recipe]]
+
+    @cached_property
+    def losses(self) -> dict[str, float]:
+        """The losses of loaded models on a longer text, where the edits change them."""
+        recipes = self.reached if self.edits else TRAINED
+        with torch.no_grad():
+            return {r: self.loaded(r)(*text(N_WINDOWS))[1].item() for r in recipes}
 
     def rise(self, recipe: str) -> float:
         """Nats by which a trained model's loss rises when it is loaded into this build."""
-        return self.loaded[recipe][0] - healthy(self.seed).loaded[recipe][0]
+        return self.losses[recipe] - healthy(self.seed).losses[recipe]
 
     @cached_property
     def most_changed(self) -> str | None:
         """The recipe whose loss rises or falls most; None if the edits reach no recipe."""
-        plain = healthy(self.seed).loaded
-        reached = [recipe for recipe in TRAINED if self.loaded[recipe] != plain[recipe]]
-        return max(reached, key=lambda recipe: abs(self.rise(recipe)), default=None)
+        return max(self.reached, key=lambda recipe: abs(self.rise(recipe)), default=None)
 
     @cached_property
     def end(self) -> float:
@@ -143,12 +156,17 @@ def trained(seed: int, recipe: str) -> tuple[dict[str, torch.Tensor], float]:
 
 @torch.enable_grad()
 def train(model: nn.Module, seed: int) -> float:
-    return training.train(model, corpus(), SETTINGS, seed).train_loss
+    """Train a model. Returns the mean loss of the last ten steps."""
+    short = replace(corpus(), validation=corpus().validation[:100])
+    return training.train(model, short, SETTINGS, seed).train_loss
 
 
-def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows that nobody trained on: token ids and targets, each (64, T)."""
-    return next(data.all_windows(corpus().validation, SIZES["block_size"], 64))
+@torch.enable_grad()
+def answer(model: nn.Module) -> tuple[float, float]:
+    loss = model(*text(8))[1]
+    loss.backward()
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return loss.item(), torch.stack(norms).norm().item()
 
 
 def noise(patient: Patient, *shape: int) -> torch.Tensor:
@@ -678,7 +696,8 @@ SABOTAGES = (
 
 def vitals(patient: Patient) -> dict[str, str]:
     """Each trained model's loss when it is loaded, and instruments without their verdicts."""
-    signs = {f"{recipe}, loaded: loss": f"{patient.loaded[recipe][0]:.3f}" for recipe in TRAINED}
+    losses = healthy(patient.seed).losses | patient.losses
+    signs = {f"{recipe}, loaded: loss": f"{losses[recipe]:.3f}" for recipe in TRAINED}
     signs["the end of a training, above the healthy one"] = when_trained(patient).text
     signs["causality"] = causality(patient).text
     signs["pieces"] = pieces(patient).text
