@@ -3,7 +3,7 @@
     python break_it.py                          the first: Gemma's gains, read as another model's
     python break_it.py --list                   all of them, each with its predicted symptom
     python break_it.py --sabotage sink-lost     one of them, healthy and broken side by side
-    python break_it.py --all                    every one, in a table (about half a minute)
+    python break_it.py --all                    every one, in a table (about 15 seconds)
     python break_it.py --quiz                   one at random: you name the damage
     python break_it.py --edit "OLD" "NEW"       an edit of your own
 
@@ -11,7 +11,8 @@ A port is a program of your own that loads the numbers of somebody else's model.
 is a mistake that a port can make: it exchanges a line or two of build.py, and the build is loaded
 with the new lines. All shapes fit, so nothing complains. A model that is trained with the mistake
 learns as well as one without. But a model that was trained without it and is loaded with it is
-another model, and mostly a worse one: `trained` and `loaded` show the two.
+another model, and mostly a worse one. `trained` and `loaded` show the two, in nats (the unit of the
+loss). Where even `loaded` says nothing, only a law that the detail must obey shows the mistake.
 """
 
 import math
@@ -31,21 +32,39 @@ from shared.sabotage import Case, Instrument, Reading, Sabotage
 import torch
 import torch.nn as nn
 
-SIZES = {"block_size": 16, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_model": 32}
-SIZES |= {"d_hidden": 48, "n_experts": 3, "top_k": 2}
-# What else of a recipe is smaller here: the same in proportion.
+SIZES = {
+    "block_size": 16,
+    "n_layers": 1,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "d_model": 32,
+    "d_hidden": 48,
+    "n_experts": 3,
+    "top_k": 2,
+}
+# What else of a recipe is too large for such a model.
 SMALLER = {
     "mistral": {"window": 4},
     "gemma2": {"window": 4, "score_cap": 4.0},
     "gemma3": {"window": 4, "layer_kinds": ("window", "full"), "n_layers": 2},
     "smollm3": {"layer_kinds": ("full", "no positions"), "n_layers": 2},
-    "cohere": {"logit_scale": 1.0},
+    "cohere": {"logit_scale": 1.0},  # its 1/16 is for rows of 8,192 numbers
     "gpt-oss": {"window": 4},
     "deepseek-v3": {"n_kv_heads": 4},
 }
-TRAINED = ("gemma2", "gemma3", "olmo2", "llama3", "smollm3", "cohere", "olmoe")
-TRAINED += ("gpt-oss", "deepseek-v3")
-N_WINDOWS = 512  # of text, for a loss
+# The recipes whose models are trained; a detail of the others stands in one of these, too.
+TRAINED = (
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "llama3",
+    "smollm3",
+    "cohere",
+    "olmoe",
+    "gpt-oss",
+    "deepseek-v3",
+)
+N_WINDOWS = 512  # of the text on which a trained model's loss is measured
 SETTINGS = training.TrainingSettings(steps=100, batch_size=16, learning_rate=1e-2)
 
 # ---------------------------------------------------------------- the patient
@@ -69,7 +88,7 @@ def new_model(build: ModuleType, recipe: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Patient:
-    """An edited build. Its models are filled with numbers that come from the unedited one."""
+    """An edited build, whose models get the numbers of the unedited build's models."""
 
     seed: int
     edits: tuple[Edit, ...] = ()
@@ -79,13 +98,13 @@ class Patient:
         return chapters.edited_build(38, self.edits)
 
     def model(self, recipe: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """A model with random numbers."""
+        """A model with random numbers, untrained."""
         model = new_model(self.build, recipe).to(dtype)
         model.load_state_dict(random_numbers(self.seed, recipe))
         return model.eval()
 
     def loaded(self, recipe: str) -> nn.Module:
-        """A model with the numbers of one that the unedited build trained."""
+        """A model with the numbers of one that was trained with the unedited build."""
         model = new_model(self.build, recipe)
         model.load_state_dict(trained(self.seed, recipe)[0])
         return model
@@ -130,7 +149,10 @@ def healthy(seed: int) -> Patient:
 
 @lru_cache(maxsize=64)
 def random_numbers(seed: int, recipe: str) -> dict[str, torch.Tensor]:
-    """What a file may hold: no gain is 1 there, no bias or sink is 0, no two experts are alike."""
+    """Numbers as a file may hold them: no gain is 1, and no bias or sink is 0, which would hide it.
+
+    Training begins with them, too.
+    """
     build = chapters.load_build(38)
     model = new_model(build, recipe).double()
     build.init_parameters(model, seed)
@@ -157,12 +179,14 @@ def trained(seed: int, recipe: str) -> tuple[dict[str, torch.Tensor], float]:
 @torch.enable_grad()
 def train(model: nn.Module, seed: int) -> float:
     """Train a model. Returns the mean loss of the last ten steps."""
+    # What train() evaluates in the end isn't needed here.
     short = replace(corpus(), validation=corpus().validation[:100])
     return training.train(model, short, SETTINGS, seed).train_loss
 
 
 @torch.enable_grad()
 def answer(model: nn.Module) -> tuple[float, float]:
+    """The loss on 8 windows of text, and the length of its gradient."""
     loss = model(*text(8))[1]
     loss.backward()
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
@@ -177,7 +201,7 @@ def noise(patient: Patient, *shape: int) -> torch.Tensor:
 # ---------------------------------------------------------------- instruments: the loss
 
 ALIKE = 0.25  # nats; healthy models of other seeds end up to 0.2 apart
-UNSEEN = 0.03  # nats; a rise below this could be by chance
+UNSEEN = 0.03  # nats; hardly anybody would notice less
 
 
 def when_trained(patient: Patient) -> Reading:
@@ -457,15 +481,16 @@ INSTRUMENTS = (
 # ---------------------------------------------------------------- the damage
 
 
-def damage(name: str, *edits: tuple[str, str], loud: bool = False, **about) -> Sabotage:
-    """Edits of this chapter's build, each (old, new)."""
+def silent(
+    name: str, *edits: tuple[str, str], also_trips: tuple[str, ...] = ("loaded",), **about
+) -> Sabotage:
+    """Edits of this chapter's build, each (old, new), that nobody sees in the training loss."""
     made = tuple(Edit(38, old, new) for old, new in edits)
-    also = about.pop("also_trips", ("loaded",))
-    return Sabotage(name=name, edits=made, loud=loud, also_trips=also, **about)
+    return Sabotage(name=name, edits=made, loud=False, also_trips=also_trips, **about)
 
 
 SABOTAGES = (
-    damage(
+    silent(
         "gains-read-as-w",
         ("* (1 + self.weight)", "* self.weight"),
         predicts="where Gemma's file holds zeros a norm lets nothing through, and a trained model "
@@ -477,30 +502,30 @@ SABOTAGES = (
         instrument="gains",
         sizes=lambda healthy, broken: broken.number == 0,
     ),
-    damage(
+    silent(
         "norm-after-turn",
         ('"head norm": HeadNormAttention', '"head norm": TurnedNormAttention'),
         predicts="scores of Qwen3 at equal distances differ by more than 0.5 % of the largest; no "
         "loss shows it",
-        explains="A turn mixes the two channels of a pair. A gain for each channel stretches them "
-        "unequally: before the turn that is a part of the query, after it the stretch depends on "
-        "the position. So a score no longer knows the distance alone. Without gains, as in "
+        explains="A turn mixes the two channels of a pair, and the gains stretch each channel by "
+        "another number. Before the turn that only makes another query. After it, how long a turned "
+        "pair comes out depends on where it points, and so on the position. Without gains, as in "
         "nanochat, the order makes no difference, and with gains near 1 only a small one.",
         instrument="distance",
         also_trips=("bases",),
         sizes=lambda healthy, broken: broken.number > 0.005,
     ),
-    damage(
+    silent(
         "window-too-wide",
         ("(distance < window)", "(distance <= window)"),
         predicts="a window of 4 sees 5 positions",
         explains="A window of 4 is a token and the three before it. Some attention kernels want "
         "to be told how far to look back instead, which is 3. Published ports gave them the "
-        "window. Of four positions a fifth is noticed, of 4,096 one more is hardly ever.",
+        "window. One position more is much beside four, and next to nothing beside 4,096.",
         instrument="reach",
         sizes=lambda healthy, broken: broken.number == 5,
     ),
-    damage(
+    silent(
         "one-base-for-all",
         ('return {"rope_base": cfg.window_rope_base, "rope_scaling": None}', "return {}"),
         predicts="a layer of Gemma 3 with a window turns its second pair by 0.0040 radians, not "
@@ -511,7 +536,7 @@ SABOTAGES = (
         instrument="bases",
         sizes=lambda healthy, broken: abs(broken.number - 0.00395) < 1e-5,
     ),
-    damage(
+    silent(
         "norm-after-sum",
         (
             "x = x + self.residual_scale * self.norm1(self.attn(x))\n"
@@ -519,8 +544,8 @@ SABOTAGES = (
             "x = self.norm1(x + self.residual_scale * self.attn(x))\n"
             "x = self.norm2(x + self.residual_scale * self.mlp(x))",
         ),
-        predicts="a block of OLMo 2 takes away from a large stream almost all of it, instead of "
-        "adding two halves of size 1",
+        predicts="a block of OLMo 2 replaces a stream of size 100: what it adds is as large, and "
+        "not two halves of size 1",
         explains="The norm belongs to what a half writes, and the stream passes by. After the sum "
         "it cuts the stream itself to size 1. That is the first transformer's block. It has the "
         "same parameters, and a model of one layer trains as well with it. A deep one needs care "
@@ -528,7 +553,7 @@ SABOTAGES = (
         instrument="added",
         sizes=lambda healthy, broken: broken.number > 50,
     ),
-    damage(
+    silent(
         "cap-after-mask",
         (
             "scores = softcap(q @ k.mT * self.score_scale, self.cfg.score_cap)",
@@ -541,14 +566,14 @@ SABOTAGES = (
         predicts="more than 0.1 % of the gradient of Gemma 2's logits goes to later tokens; no "
         "loss shows it",
         explains="A hidden key has a score of minus infinity, and 4 · tanh(-∞ / 4) is -4. So it "
-        "keeps a weight: e^-4, or 2 %, of that of a key with score 0. When the model writes, the "
-        "later tokens that it learned with aren't there. Gemma 2's own cap is 50, and e^-50 is "
-        "lost in rounding: there the mistake can stay for ever.",
+        "keeps a weight: e^-4, or 2 %, of that of a key with score 0. A text's loss is then "
+        "measured with some help from what comes later, and no longer says how well the model "
+        "would write it. Gemma 2's own cap is 50, and e^-50 is lost in rounding: there the mistake can stay.",
         instrument="causality",
         also_trips=(),
         sizes=lambda healthy, broken: broken.number > 0.001,
     ),
-    damage(
+    silent(
         "sink-lost",
         (
             "return weights[..., :-1]",
@@ -557,24 +582,23 @@ SABOTAGES = (
         predicts="one key beside a sink of ln 3 gets all of the weight, not a quarter of it",
         explains="To divide what is left by its sum looks like good order: weights should sum to "
         "1. But then the sink cancels out, and is as good as not there. A head that gave its "
-        "weight to the sink, in order to say nothing, now says something aloud.",
+        "weight to the sink, in order to add nothing, now adds something.",
         instrument="sink",
         sizes=lambda healthy, broken: abs(broken.number - 1) < 1e-6,
     ),
-    damage(
+    silent(
         "gates-as-they-are",
         ("if self.cfg.renormalise:", "if False:"),
         predicts="Mixtral with equal experts writes less than 95 % of what one expert does; no "
         "loss shows it",
         explains="The gates of the chosen are probabilities, and others have the rest. Undivided "
         "they sum to less than 1, to another number for each token. A published port of "
-        "DeepSeek-V3 lacked the division. A model of this size hardly uses its experts yet, so its "
-        "loss says nothing.",
+        "DeepSeek-V3 lacked the division. A model as small as these loses next to nothing by it.",
         instrument="gate-sum",
         also_trips=(),
         sizes=lambda healthy, broken: broken.number < 0.95,
     ),
-    damage(
+    silent(
         "gates-renormalised",
         ("if self.cfg.renormalise:", "if True:"),
         predicts="OLMoE with equal experts writes what one expert does, not 2/3 of it; no loss "
@@ -586,7 +610,7 @@ SABOTAGES = (
         also_trips=(),
         sizes=lambda healthy, broken: abs(broken.number - 1) < 1e-6,
     ),
-    damage(
+    silent(
         "no-shared-expert",
         ("return y + self.shared(x)", "return y"),
         predicts="DeepSeek's layer with silenced experts writes nothing",
@@ -595,7 +619,7 @@ SABOTAGES = (
         instrument="shared",
         sizes=lambda healthy, broken: broken.number == 0,
     ),
-    damage(
+    silent(
         "unscaled-embedding",
         ("scale = math.sqrt(self.cfg.d_model)", "scale = 1.0"),
         predicts="Gemma's stream starts with the embeddings as they are stored, not √32 = 5.66 "
@@ -606,19 +630,19 @@ SABOTAGES = (
         instrument="embedding",
         sizes=lambda healthy, broken: abs(broken.number - 1) < 1e-6,
     ),
-    damage(
+    silent(
         "no-yarn-length",
         ("return length * angle.cos(), length * angle.sin()", "return angle.cos(), angle.sin()"),
         predicts="turned queries of gpt-oss are as long as before the turn, not 1.347 times as "
         "long; no loss shows it",
         explains="YaRN changes the speeds, and makes scores larger by 1.347², or 1.81. The second "
         "half has nothing to do with positions, so no test of positions misses it. It is for "
-        "softmaxes that a hundred thousand keys share. Here it is sixteen.",
+        "softmaxes that a hundred thousand keys share. Here sixteen do.",
         instrument="yarn-length",
         also_trips=(),
         sizes=lambda healthy, broken: abs(broken.number - 1) < 1e-6,
     ),
-    damage(
+    silent(
         "linear-scaling",
         ("return kept * speed + (1 - kept) * speed / self.factor", "return speed / self.factor"),
         predicts="Llama 3.1's fastest pair turns by 0.125 radians from a token to the next, not "
@@ -628,7 +652,7 @@ SABOTAGES = (
         instrument="neighbours",
         sizes=lambda healthy, broken: abs(broken.number - 0.125) < 1e-6,
     ),
-    damage(
+    silent(
         "bias-in-the-gate",
         ("return logits.sigmoid()", "return logits.sigmoid() + self.balance_bias"),
         ("wanted = scores + self.balance_bias", "wanted = scores"),
@@ -640,32 +664,32 @@ SABOTAGES = (
         also_trips=(),
         sizes=lambda healthy, broken: broken.number > 0.05,
     ),
-    damage(
+    silent(
         "halves-in-turn",
         (
             "return x + self.residual_scale * (self.attn(normed) + self.mlp(normed))",
             "x = x + self.residual_scale * self.attn(normed)\n"
             "return x + self.residual_scale * self.mlp(self.norm1(x))",
         ),
-        predicts="what a Cohere block adds is not the sum of its halves: more than 5 % are missing",
+        predicts="what a Cohere block adds isn't the sum of its halves: it is off by more than 5 %",
         explains="The MLP now reads a stream to which attention has written already. It never saw "
         "one in training. The parameters are the same, since the block has one norm for both.",
         instrument="halves",
         sizes=lambda healthy, broken: broken.number > 0.05,
     ),
-    damage(
+    silent(
         "all-layers-turned",
         ('return {"window": None, "position_type": "none"}', 'return {"window": None}'),
         predicts="exchange two tokens of the past: SmolLM3's layer without positions sees it, by "
         "more than 1 %; no loss shows it",
         explains="Which layers have no positions is a line of the config. No number in the file "
-        "belongs to it, so nothing is missing where it is ignored. At sixteen positions the loss "
-        "says nothing. Such layers were made for texts longer than those of the training.",
+        "belongs to it, so nothing is missing where it is ignored. Such layers are there for long "
+        "texts: at sixteen positions the loss says nothing.",
         instrument="order",
         also_trips=(),
         sizes=lambda healthy, broken: broken.number > 0.01,
     ),
-    damage(
+    silent(
         "up-without-one",
         ("(up + 1)", "up"),
         predicts="in gpt-oss a gate of 2 and an up of 3 give 5.807, not 7.743",
@@ -674,7 +698,7 @@ SABOTAGES = (
         instrument="clamped",
         sizes=lambda healthy, broken: abs(broken.number - 5.8069) < 1e-3,
     ),
-    damage(
+    silent(
         "cache-starts-at-0",
         (
             "return self.turn(q, start), self.turn(k, start), v",
