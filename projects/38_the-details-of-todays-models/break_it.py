@@ -508,9 +508,9 @@ SABOTAGES = (
         predicts="scores of Qwen3 at equal distances differ by more than 0.5 % of the largest; no "
         "loss shows it",
         explains="A turn mixes the two channels of a pair, and the gains stretch each channel by "
-        "another number. Before the turn that only makes another query. After it, how long a turned "
-        "pair comes out depends on where it points, and so on the position. Without gains, as in "
-        "nanochat, the order makes no difference, and with gains near 1 only a small one.",
+        "another number. Before the turn that only makes another query. After it, how long a "
+        "turned pair comes out depends on where it points, and so on the position. Without gains, "
+        "as in nanochat, the order makes no difference, and with gains near 1 only a small one.",
         instrument="distance",
         also_trips=("bases",),
         sizes=lambda healthy, broken: broken.number > 0.005,
@@ -568,7 +568,8 @@ SABOTAGES = (
         explains="A hidden key has a score of minus infinity, and 4 · tanh(-∞ / 4) is -4. So it "
         "keeps a weight: e^-4, or 2 %, of that of a key with score 0. A text's loss is then "
         "measured with some help from what comes later, and no longer says how well the model "
-        "would write it. Gemma 2's own cap is 50, and e^-50 is lost in rounding: there the mistake can stay.",
+        "would write it. Gemma 2's own cap is 50, and e^-50 is lost in rounding: there the "
+        "mistake can stay.",
         instrument="causality",
         also_trips=(),
         sizes=lambda healthy, broken: broken.number > 0.001,
@@ -704,8 +705,8 @@ SABOTAGES = (
             "return self.turn(q, start), self.turn(k, start), v",
             "return self.turn(q, 0), self.turn(k, 0), v",
         ),
-        predicts="a text read in two pieces comes out otherwise, by more than 1 %; no "
-        "loss shows it",
+        predicts="a text read in two pieces comes out otherwise, by more than 1 %; "
+        "no loss shows it",
         explains="A loss is measured on whole texts, and those begin at position 0. A model that "
         "writes reads token after token with a cache. Here each is turned as if it stood at the "
         "start of the text. Chapter 37 has the same mistake in a real model.",
