@@ -362,6 +362,8 @@ def run_all(case: Case, seed: int) -> int:
     for name in case.columns:
         asks = next(i.asks for i in case.instruments if i.name == name)
         console.say(f"{name}: {asks}")
+    if case.columns:
+        console.say()
     failed = [outcome.sabotage.name for outcome in outcomes if not outcome.came_true]
     if failed:
         names = ", ".join(failed)
