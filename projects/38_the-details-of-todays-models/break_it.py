@@ -492,7 +492,7 @@ def silent(
 SABOTAGES = (
     silent(
         "gains-read-as-w",
-        ("* (1 + self.weight)", "* self.weight"),
+        ("gain = 1 + self.weight.to(unit.dtype)", "gain = self.weight.to(unit.dtype)"),
         predicts="where Gemma's file holds zeros a norm lets nothing through, and a trained model "
         "loses more than a nat",
         explains="Gemma stores w and multiplies by 1 + w: a gain that did not change in training "
