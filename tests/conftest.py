@@ -241,7 +241,10 @@ class LoadOnce:
         if file.path != self.real.packaged_weights():
             return self.load(file)
         if self.model is None or self.state() != self.before:
-            with drawn_once():
+            import torch
+
+            # Whoever asks first may do so in inference mode, and its tensors count no changes.
+            with torch.inference_mode(False), drawn_once():
                 self.model = self.load(file)
             self.before = self.state()
         return self.model

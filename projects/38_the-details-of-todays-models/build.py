@@ -1160,14 +1160,15 @@ def counts_table(name: str) -> Table:
 def show(name: str) -> None:
     """Print one recipe."""
     published = PUBLISHED[name]
-    say(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}.")
+    say(report.paragraph(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}."))
     say()
     say(details_table(name))
-    say(f"\nSizes of {published.name}: {sizes_in_words(name)}.")
+    say()
+    say(report.paragraph(f"Sizes of {published.name}: {sizes_in_words(name)}."))
     say()
     say(counts_table(name))
-    say("\nCounted on the meta device: shapes without numbers. In a cache a number takes 2 bytes.")
-    say(f"Published: {published.source}")
+    say("\nCounted on the meta device: shapes without numbers. A cached number takes 2 bytes.")
+    say(report.paragraph(f"Published: {published.source}"))
 
 
 def show_all() -> None:
