@@ -7,6 +7,7 @@ by side from the same seeds, and what their difference to Llama 3 is worth.
 
     python build.py --tiny          on a laptop CPU, about a minute (the default)
     python build.py --full          the same experiment at a size for one GPU
+    python build.py --recipes all   with those that have experts, too
     python build.py --show          the recipes and what sets each apart
     python build.py --show qwen3    one recipe: its details, and what the published model takes
 
@@ -1167,7 +1168,7 @@ def show(name: str) -> None:
     say(report.paragraph(f"Sizes of {published.name}: {sizes_in_words(name)}."))
     say()
     say(counts_table(name))
-    say("\nCounted on the meta device: shapes without numbers. A cached number takes 2 bytes.")
+    say("\nCounted on the meta device: shapes, no numbers. A cached number takes 2 bytes.")
     say(report.paragraph(f"Published: {published.source}"))
 
 
@@ -1324,8 +1325,8 @@ class SideBySide(runs.Experiment):
 
 SCOPE = (
     "That holds at this size, rate and number of steps, for details as the last table has them. At "
-    "one shared rate a comparison also measures which model that rate suits. At a rate that falls "
-    "to 0 no model went from lower to higher, or back: the README has the command."
+    "one shared rate a comparison also measures which model that rate suits: the README has the "
+    "answers at a second one."
 )
 
 
@@ -1392,7 +1393,7 @@ def main(argv: list[str] | None = None) -> int:
         default=DENSE,
         choices=[*RECIPES, "all"],
         metavar="RECIPE",
-        help=f"train these beside {BASELINE} (default: those without experts); --show lists them",
+        help=f"train these beside {BASELINE}, or all (default: those without experts)",
     )
     args = parser.parse_args(argv)
     if args.show is not None:
