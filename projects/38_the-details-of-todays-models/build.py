@@ -516,7 +516,7 @@ class LatentAttention(GroupedAttention):
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
         self.d_content = cfg.head_dim - cfg.d_rope
-        del self.qkv  # these take its place
+        del self.qkv  # these take its place; queries, too, are made of a short vector
         self.q_down = nn.Linear(cfg.d_model, cfg.q_rank, bias=cfg.bias)
         self.q_norm = make_norm(cfg, cfg.q_rank)
         self.q_up = nn.Linear(cfg.q_rank, cfg.n_heads * cfg.head_dim, bias=False)
@@ -534,12 +534,12 @@ class LatentAttention(GroupedAttention):
         """x (B, T, C) -> queries (B, H, T, D): content first, then position."""
         q = self.q_up(self.q_norm(self.q_down(x)))
         q = q.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
-        content, place = q.split([self.d_content, self.n_turned], dim=-1)
+        content, place = q.split([self.d_content, self.cfg.d_rope], dim=-1)
         return torch.cat((content, self.turn(place, start)), dim=-1)
 
     def shorten(self, x: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a cache keeps of x (B, T, C): (B, T, kv_rank), and a turned key (B, T, d_rope)."""
-        latent, place = self.kv_down(x).split([self.cfg.kv_rank, self.n_turned], dim=-1)
+        latent, place = self.kv_down(x).split([self.cfg.kv_rank, self.cfg.d_rope], dim=-1)
         return self.kv_norm(latent), self.turn(place, start)
 
     def lengthen(
