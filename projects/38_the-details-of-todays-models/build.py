@@ -617,11 +617,11 @@ class ClampedMLP(GatedMLP):
         return self.down_proj(gate * torch.sigmoid(self.slope * gate) * (up + 1))
 
 
-GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
-    """The config's gated MLP, `times` as wide inside as it says."""
+    """The config's gated MLP, `times` as wide inside: some experts are wider (step 13)."""
     d_hidden = cfg.d_hidden or modern.swiglu_hidden(cfg.d_model, cfg.multiple_of)
     return GATED_MLPS[cfg.gated_mlp](cfg, times * d_hidden)
 
@@ -641,7 +641,7 @@ class SoftmaxMoE(modern.MoE):
     the softmax of the k largest logits alone (gpt-oss). As it is (OLMoE), they sum to less.
     """
 
-    fewest = 1
+    fewest = 1  # chapter 07 refuses k = 1, where gates that sum to 1 teach the router nothing
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
@@ -700,10 +700,11 @@ class SigmoidMoE(SoftmaxMoE):
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         wanted = scores + self.balance_bias
         in_groups = wanted.unflatten(1, (self.cfg.n_groups, -1))  # (N, groups, experts of a group)
-        two_best = in_groups.topk(min(2, in_groups.shape[2])).values
-        group = best(two_best.sum(-1), self.cfg.top_groups)  # (N, top_groups)
-        closed = torch.ones_like(two_best[..., 0], dtype=torch.bool).scatter(1, group, False)
-        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)
+        n_best = min(2, in_groups.shape[2])
+        worth = in_groups.topk(n_best).values.sum(-1)  # (N, groups)
+        opened = best(worth, self.cfg.top_groups)  # (N, top_groups)
+        closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, opened, False)  # (N, groups)
+        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)  # (N, E) again
         return best(wanted, self.top_k)
 
 

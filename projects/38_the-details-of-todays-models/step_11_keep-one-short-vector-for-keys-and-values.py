@@ -139,7 +139,7 @@ def main() -> int:
     checks.equal("U makes out of 512", in_v3.kv_up.out_features, 2 * 128 * 128)
     q, k, _ = attention.heads(x)
     moved_q, moved_k, _ = attention.heads(x, start=100)
-    checks.close("moved on by 100: same scores", moved_q @ moved_k.mT, q @ k.mT, 1e-9)
+    checks.close("moved on by 100: same", moved_q @ moved_k.mT, q @ k.mT, 1e-9)
     ours = newest_output(attention, x)
     checks.close("no key made: same output", ours, attention(x)[:, -1:], 1e-9)
     return checks.report()
