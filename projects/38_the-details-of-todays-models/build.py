@@ -1021,10 +1021,7 @@ def at_published_shape(name: str, **changes) -> DetailedGPT:
 
 
 def cache_bytes(model: DetailedGPT, n_positions: int, bytes_each: int = 2) -> int:
-    """What a cache of n_positions takes, in bfloat16 if a number is of 2 bytes.
-
-    A layer with a window has no use for older positions.
-    """
+    """What a cache of n_positions takes; with a window, a layer has no use for older ones."""
     n_numbers = 0
     for block in model.blocks:
         kept = min(n_positions, block.attn.cfg.window or n_positions)
@@ -1048,8 +1045,9 @@ place   where the norms stand
 window  how many of the layers have one
 RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
 MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
-ends    tied: head and embedding are one matrix, as in chapter 37; × multipliers;
-        cap: on the logits; norm: on the embeddings"""
+ends    tied: head and embedding are one matrix. (That is so in chapter 37, too:
+        here an empty place means two matrices.) × multipliers; cap: on the
+        logits; norm: on the embeddings"""
 
 
 def places(cfg: DetailedConfig) -> dict[str, str]:

@@ -123,8 +123,8 @@ def main() -> int:
         decayed[form] = gain_by_step(form, torch.float32, slope=0.0, lr=0.01, weight_decay=0.5)
         moved[form] = gain_by_step(form, torch.bfloat16, slope=-1.0, lr=0.001, weight_decay=0.0)
     console.say(f"picture: {draw_picture(decayed, moved)}")
-    console.say("Look at the right ends. Stored itself, a gain decays from 1 to")
-    console.say(f"{decayed['w'][-1]:.2f}, and steps of 0.001 don't move it away from 1 in bfloat16.")
+    console.say(f"Look at the right ends: stored itself, a gain decays to {decayed['w'][-1]:.2f},")
+    console.say("and in bfloat16 steps of 0.001 don't move it away from 1.")
 
     checks = Checks()
     draw = generator(1, "gains")
