@@ -10,8 +10,7 @@ the first models there were as many key/value heads as query heads. Three detail
 - Latent attention: the keys and values of all heads are made of one short vector (step 11).
 
 To count, nothing has to be stored. PyTorch's meta device makes tensors that have a shape and no
-content, so a model of 671 billion parameters fits on a laptop. Active parameters are those that one
-token uses: all but the experts that it isn't sent to (chapter 18, step 02).
+content, so a model of 671 billion parameters fits on a laptop.
 
     python step_17_count-parameters-and-cache.py
 
@@ -31,7 +30,6 @@ from shared.checks import Checks
 from shared.console import Table, say
 
 gpt = chapters.load_build(5)
-sparse = chapters.load_build(18)
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
 DetailedConfig = build.DetailedConfig
 DetailedGPT = build.DetailedGPT
@@ -66,7 +64,6 @@ def counts(name: str, **changes) -> dict[str, int]:
     model = at_published_shape(name, **changes)
     return {
         "stored": gpt.count_parameters(model),
-        "active": sparse.active_parameters(model),
         "token": cache_bytes(model, 1),
         "text": cache_bytes(model, LONG_TEXT),
     }
@@ -128,10 +125,9 @@ def main() -> int:
     rows = []
     for name, count in found.items():
         stored = f"{count['stored'] / 1e9:.2f}"
-        active = f"{count['active'] / 1e9:.2f}"
         gigabytes = f"{count['text'] / 1e9:.2f}"
-        rows.append([PUBLISHED[name].name, stored, active, f"{count['token']:,}", gigabytes])
-    headers = ["model", "parameters,\nbillions", "active", "cache, bytes\na token"]
+        rows.append([PUBLISHED[name].name, stored, f"{count['token']:,}", gigabytes])
+    headers = ["model", "parameters,\nbillions", "cache, bytes\na token"]
     say(Table([*headers, f"GB for\n{LONG_TEXT:,}"], rows))
     say("\nDeepSeek-V3 is by far the largest, and keeps half of what Llama-3.1-8B does.")
     say(f"The picture is {draw_picture(found)}.")
@@ -139,10 +135,9 @@ def main() -> int:
     checks = Checks()
     checks.equal("GPT-2's parameters", found["gpt2"]["stored"], 124_439_808)
     checks.equal("Llama-3.1-8B's", found["llama3"]["stored"], 8_030_261_248)
-    checks.equal("Mixtral's active ones", found["mixtral"]["active"], 12_879_925_248)
-    checks.equal("DeepSeek-V3's cache, a token", found["deepseek-v3"]["token"], 2 * 61 * 576)
+    checks.equal("DeepSeek-V3's cache", found["deepseek-v3"]["token"], 2 * 61 * 576)
     kept = 21 * 4_096 + 21 * LONG_TEXT  # of Gemma 2's 42 layers half have a window
-    checks.equal("Gemma-2-9B's, long text", found["gemma2"]["text"], 2 * kept * 2 * 8 * 256)
+    checks.equal("Gemma-2-9B's, long", found["gemma2"]["text"], 2 * kept * 2 * 8 * 256)
     return checks.report()
 
 
