@@ -521,7 +521,7 @@ class LatentAttention(GroupedAttention):
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
         self.d_content = cfg.head_dim - cfg.d_rope
-        del self.qkv  # these take its place
+        del self.qkv  # these take its place; queries, too, are made of a short vector
         self.q_down = nn.Linear(cfg.d_model, cfg.q_rank, bias=cfg.bias)
         self.q_norm = make_norm(cfg, cfg.q_rank)
         self.q_up = nn.Linear(cfg.q_rank, cfg.n_heads * cfg.head_dim, bias=False)
@@ -539,12 +539,12 @@ class LatentAttention(GroupedAttention):
         """x (B, T, C) -> queries (B, H, T, D): content first, then position."""
         q = self.q_up(self.q_norm(self.q_down(x)))
         q = q.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
-        content, place = q.split([self.d_content, self.n_turned], dim=-1)
+        content, place = q.split([self.d_content, self.cfg.d_rope], dim=-1)
         return torch.cat((content, self.turn(place, start)), dim=-1)
 
     def shorten(self, x: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a cache keeps of x (B, T, C): (B, T, kv_rank), and a turned key (B, T, d_rope)."""
-        latent, place = self.kv_down(x).split([self.cfg.kv_rank, self.n_turned], dim=-1)
+        latent, place = self.kv_down(x).split([self.cfg.kv_rank, self.cfg.d_rope], dim=-1)
         return self.kv_norm(latent), self.turn(place, start)
 
     def lengthen(
@@ -622,11 +622,11 @@ class ClampedMLP(GatedMLP):
         return self.down_proj(gate * torch.sigmoid(self.slope * gate) * (up + 1))
 
 
-GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
-    """The config's gated MLP, `times` as wide inside as it says."""
+    """The config's gated MLP, `times` as wide inside: some experts are wider (step 13)."""
     d_hidden = cfg.d_hidden or modern.swiglu_hidden(cfg.d_model, cfg.multiple_of)
     return GATED_MLPS[cfg.gated_mlp](cfg, times * d_hidden)
 
@@ -646,7 +646,7 @@ class SoftmaxMoE(modern.MoE):
     the softmax of the k largest logits alone (gpt-oss). As it is (OLMoE), they sum to less.
     """
 
-    fewest = 1
+    fewest = 1  # chapter 07 refuses k = 1, where gates that sum to 1 teach the router nothing
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
@@ -705,10 +705,11 @@ class SigmoidMoE(SoftmaxMoE):
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         wanted = scores + self.balance_bias
         in_groups = wanted.unflatten(1, (self.cfg.n_groups, -1))  # (N, groups, experts of a group)
-        two_best = in_groups.topk(min(2, in_groups.shape[2])).values
-        group = best(two_best.sum(-1), self.cfg.top_groups)  # (N, top_groups)
-        closed = torch.ones_like(two_best[..., 0], dtype=torch.bool).scatter(1, group, False)
-        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)
+        n_best = min(2, in_groups.shape[2])
+        worth = in_groups.topk(n_best).values.sum(-1)  # (N, groups)
+        opened = best(worth, self.cfg.top_groups)  # (N, top_groups)
+        closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, opened, False)  # (N, groups)
+        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)  # (N, E) again
         return best(wanted, self.top_k)
 
 
@@ -1025,10 +1026,7 @@ def at_published_shape(name: str, **changes) -> DetailedGPT:
 
 
 def cache_bytes(model: DetailedGPT, n_positions: int, bytes_each: int = 2) -> int:
-    """What a cache of n_positions takes, in bfloat16 if a number is of 2 bytes.
-
-    A layer with a window has no use for older positions.
-    """
+    """What a cache of n_positions takes; with a window, a layer has no use for older ones."""
     n_numbers = 0
     for block in model.blocks:
         kept = min(n_positions, block.attn.cfg.window or n_positions)
@@ -1052,8 +1050,9 @@ place   where the norms stand
 window  how many of the layers have one
 RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
 MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
-ends    tied: head and embedding are one matrix, as in chapter 37; × multipliers;
-        cap: on the logits; norm: on the embeddings"""
+ends    tied: head and embedding are one matrix. (That is so in chapter 37, too:
+        here an empty place means two matrices.) × multipliers; cap: on the
+        logits; norm: on the embeddings"""
 
 
 def places(cfg: DetailedConfig) -> dict[str, str]:
