@@ -60,9 +60,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def group_of(nodeid: str) -> str | None:
     """The name of what stays in one worker, since its tests have models in common: the real one of
-    chapter 37, half a gigabyte, and the healthy ones that each break_it.py trains."""
+    chapter 37, half a gigabyte, the originals of chapter 38, and the healthy ones that each break_it.py
+    trains."""
     if REAL_MODEL.search(nodeid):
         return "the real model"
+    if "test_38_originals" in nodeid:
+        return "the originals"
     if found := BREAK_IT.search(nodeid):
         return f"break_it {found[1] or found[2]}"
     return None

@@ -2,10 +2,14 @@
 
 Seventeen open models as lists of details. Each is the block of the last chapters with a few parts
 exchanged, and each part here is a small class or one overridden method. RECIPES says which model
-has which, as data.
+has which, as data. Then the experiment: small models by these recipes, of equal size, trained side
+by side from the same seeds, and what their difference to Llama 3 is worth.
 
-    python build.py                the recipes and what sets each apart
-    python build.py --show qwen3   one recipe: its details, and what the published model takes
+    python build.py --tiny          on a laptop CPU, about a minute (the default)
+    python build.py --full          the same experiment at a size for one GPU
+    python build.py --recipes all   with those that have experts, too
+    python build.py --show          the recipes and what sets each apart
+    python build.py --show qwen3    one recipe: its details, and what the published model takes
 
 Shapes: B batch, T positions, C = d_model, H heads, G = n_kv_heads, D = head_dim, V = vocab_size,
 N tokens, E experts, k = top_k.
@@ -19,9 +23,10 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli
-from shared.cli import Variant
-from shared.console import Table, say
+from shared import chapters, cli, figures, report, runs
+from shared.cli import Plan, Preset, Variant
+from shared.console import Table, UserError, say
+from shared.training import TrainingSettings
 
 import torch
 import torch.nn as nn
@@ -516,7 +521,7 @@ class LatentAttention(GroupedAttention):
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
         self.d_content = cfg.head_dim - cfg.d_rope
-        del self.qkv  # these take its place
+        del self.qkv  # these take its place; queries, too, are made of a short vector
         self.q_down = nn.Linear(cfg.d_model, cfg.q_rank, bias=cfg.bias)
         self.q_norm = make_norm(cfg, cfg.q_rank)
         self.q_up = nn.Linear(cfg.q_rank, cfg.n_heads * cfg.head_dim, bias=False)
@@ -534,12 +539,12 @@ class LatentAttention(GroupedAttention):
         """x (B, T, C) -> queries (B, H, T, D): content first, then position."""
         q = self.q_up(self.q_norm(self.q_down(x)))
         q = q.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
-        content, place = q.split([self.d_content, self.n_turned], dim=-1)
+        content, place = q.split([self.d_content, self.cfg.d_rope], dim=-1)
         return torch.cat((content, self.turn(place, start)), dim=-1)
 
     def shorten(self, x: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a cache keeps of x (B, T, C): (B, T, kv_rank), and a turned key (B, T, d_rope)."""
-        latent, place = self.kv_down(x).split([self.cfg.kv_rank, self.n_turned], dim=-1)
+        latent, place = self.kv_down(x).split([self.cfg.kv_rank, self.cfg.d_rope], dim=-1)
         return self.kv_norm(latent), self.turn(place, start)
 
     def lengthen(
@@ -617,11 +622,11 @@ class ClampedMLP(GatedMLP):
         return self.down_proj(gate * torch.sigmoid(self.slope * gate) * (up + 1))
 
 
-GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
-    """The config's gated MLP, `times` as wide inside as it says."""
+    """The config's gated MLP, `times` as wide inside: some experts are wider (step 13)."""
     d_hidden = cfg.d_hidden or modern.swiglu_hidden(cfg.d_model, cfg.multiple_of)
     return GATED_MLPS[cfg.gated_mlp](cfg, times * d_hidden)
 
@@ -641,7 +646,7 @@ class SoftmaxMoE(modern.MoE):
     the softmax of the k largest logits alone (gpt-oss). As it is (OLMoE), they sum to less.
     """
 
-    fewest = 1
+    fewest = 1  # chapter 07 refuses k = 1, where gates that sum to 1 teach the router nothing
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
@@ -700,10 +705,11 @@ class SigmoidMoE(SoftmaxMoE):
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         wanted = scores + self.balance_bias
         in_groups = wanted.unflatten(1, (self.cfg.n_groups, -1))  # (N, groups, experts of a group)
-        two_best = in_groups.topk(min(2, in_groups.shape[2])).values
-        group = best(two_best.sum(-1), self.cfg.top_groups)  # (N, top_groups)
-        closed = torch.ones_like(two_best[..., 0], dtype=torch.bool).scatter(1, group, False)
-        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)
+        n_best = min(2, in_groups.shape[2])
+        worth = in_groups.topk(n_best).values.sum(-1)  # (N, groups)
+        opened = best(worth, self.cfg.top_groups)  # (N, top_groups)
+        closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, opened, False)  # (N, groups)
+        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)  # (N, E) again
         return best(wanted, self.top_k)
 
 
@@ -826,9 +832,9 @@ class DetailedGPT(real.RealGPT):
         return self.embedding_norm(scale * super().embed(idx))
 
 
-def init_parameters(model: DetailedGPT, seed: int) -> None:
+def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
     """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
-    gpt.init_parameters(model, seed)
+    gpt.init_parameters(model, seed, std)
     for module in model.modules():
         if isinstance(module, GainPlusOne):
             nn.init.zeros_(module.weight)
@@ -1020,10 +1026,7 @@ def at_published_shape(name: str, **changes) -> DetailedGPT:
 
 
 def cache_bytes(model: DetailedGPT, n_positions: int, bytes_each: int = 2) -> int:
-    """What a cache of n_positions takes, in bfloat16 if a number is of 2 bytes.
-
-    A layer with a window has no use for older positions.
-    """
+    """What a cache of n_positions takes; with a window, a layer has no use for older ones."""
     n_numbers = 0
     for block in model.blocks:
         kept = min(n_positions, block.attn.cfg.window or n_positions)
@@ -1047,8 +1050,9 @@ place   where the norms stand
 window  how many of the layers have one
 RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
 MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
-ends    tied: head and embedding are one matrix, as in chapter 37; × multipliers;
-        cap: on the logits; norm: on the embeddings"""
+ends    tied: head and embedding are one matrix. (That is so in chapter 37, too:
+        here an empty place means two matrices.) × multipliers; cap: on the
+        logits; norm: on the embeddings"""
 
 
 def places(cfg: DetailedConfig) -> dict[str, str]:
@@ -1156,30 +1160,252 @@ def counts_table(name: str) -> Table:
 def show(name: str) -> None:
     """Print one recipe."""
     published = PUBLISHED[name]
-    say(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}.")
+    say(report.paragraph(f"{RECIPES[name].labels['model']}: {RECIPES[name].labels['details']}."))
     say()
     say(details_table(name))
-    say(f"\nSizes of {published.name}: {sizes_in_words(name)}.")
+    say()
+    say(report.paragraph(f"Sizes of {published.name}: {sizes_in_words(name)}."))
     say()
     say(counts_table(name))
-    say("\nCounted on the meta device: shapes without numbers. In a cache a number takes 2 bytes.")
-    say(f"Published: {published.source}")
+    say("\nCounted on the meta device: shapes, no numbers. A cached number takes 2 bytes.")
+    say(report.paragraph(f"Published: {published.source}"))
+
+
+def show_all() -> None:
+    """Print all recipes."""
+    say(recipes_table())
+    say("\nThe same, place by place:")
+    say()
+    say(places_table())
+    say(f"\n{HOW_TO_READ}")
+
+
+# ---------------------------------------------------------------- experiment
+
+PRESETS = {
+    "tiny": Preset(
+        DetailedConfig(block_size=64),
+        TrainingSettings(steps=120, batch_size=8),
+        corpus="docs",
+        tokenizer="char",
+        seeds=5,
+    ),
+    "full": Preset(
+        DetailedConfig(block_size=256, n_layers=6, n_heads=6, d_model=384),
+        TrainingSettings(
+            steps=2000,
+            batch_size=64,
+            learning_rate=1e-3,
+            warmup=100,
+            final_rate=0.1,
+            precision="bfloat16",
+        ),
+        corpus="source",
+        tokenizer="bpe4k",
+        seeds=8,
+    ),
+}
+BASELINE = "llama3"
+DENSE = [name for name, r in RECIPES.items() if r.changes.get("mlp_type") != "moe"]
+LONG_TEXTS = {"rope_base", "rope_scaling"}  # made for texts a thousand times as long as ours
+FEW_LARGE = {"n_experts": 8, "top_k": 2}
+MANY_SMALL = {"n_experts": 16, "top_k": 4}
+BIAS_SPEED = 0.003  # what a step adds to the balance bias of an expert, or takes from it
+
+
+def fitted(name: str, cfg: DetailedConfig) -> dict:
+    """What a recipe changes in a config of our size. What would not act there has another value.
+
+    A window is a quarter of the text. Of an order of layers that is longer than ours the end is
+    left. Factors on logits make them as large at the start as they are in the published model.
+    """
+    head = cfg.head_dim
+    fits = {
+        "gemma2": {"score_cap": 5.0, "logit_cap": 10.0},
+        "gemma3": {"window_rope_base": cfg.rope_base / 100},
+        "granite": {"score_scale": 1 / head, "logit_scale": math.sqrt(2_048 / cfg.d_model) / 8},
+        "cohere": {"logit_scale": math.sqrt(8_192 / cfg.d_model) / 16},
+        "mixtral": FEW_LARGE,
+        "qwen3-moe": MANY_SMALL,
+        "olmoe": MANY_SMALL,
+        "gpt-oss": FEW_LARGE,
+        "deepseek-v3": {
+            **MANY_SMALL,
+            "n_groups": 4,
+            "top_groups": 2,
+            "q_rank": cfg.d_model // 2,
+            "kv_rank": cfg.d_model // 4,
+            "d_rope": head // 2,
+            "d_head": head + head // 2,
+            "d_value": head,
+        },
+    }
+    changes = {
+        field: value for field, value in RECIPES[name].changes.items() if field not in LONG_TEXTS
+    }
+    changes |= fits.get(name, {})
+    if "window" in changes:
+        changes["window"] = cfg.block_size // 4
+    if "layer_kinds" in changes:
+        changes["layer_kinds"] = changes["layer_kinds"][-cfg.n_layers :]
+    return changes
+
+
+def variants(cfg: DetailedConfig, names: list[str]) -> list[Variant]:
+    """The baseline, and the other recipes by name."""
+    found = []
+    for name in [BASELINE, *(name for name in RECIPES if name in names and name != BASELINE)]:
+        model = RECIPES[name].labels["model"]
+        found.append(Variant(model, labels={"model": model}, changes=fitted(name, cfg)))
+    return found
+
+
+def on_meta(cfg: DetailedConfig, vocab_size: int) -> DetailedGPT:
+    """A model without numbers, to be counted."""
+    with torch.device("meta"):
+        return DetailedGPT(cfg, vocab_size)
+
+
+def at_equal_size(plan: Plan) -> Plan:
+    """The plan with every d_hidden such that a token uses as many parameters as in the baseline.
+
+    Each unit of d_hidden adds the same number, so two counts tell how many units are needed.
+    UserError for a model that is too large even without an MLP.
+    """
+
+    def active(cfg: DetailedConfig) -> int:
+        return sparse.active_parameters(on_meta(cfg, plan.corpus.vocab_size))
+
+    wanted = active(plan.configs[plan.baseline])
+    configs = {}
+    for name, cfg in plan.configs.items():
+        narrowest = active(replace(cfg, d_hidden=1))
+        one_more = active(replace(cfg, d_hidden=2)) - narrowest
+        d_hidden = 1 + round((wanted - narrowest) / one_more)
+        if d_hidden < 1:
+            raise UserError(
+                f"--set: with an MLP of width 1 {name} takes {narrowest:,} parameters, "
+                f"{plan.baseline} only {wanted:,}; give a larger d_hidden, or a smaller block_size"
+            )
+        configs[name] = replace(cfg, d_hidden=d_hidden)
+    return replace(plan, configs=configs)
+
+
+class SideBySide(runs.Experiment):
+    """Recipes of equal size against the baseline."""
+
+    def build_model(self, config: DetailedConfig, vocab_size: int, seed: int) -> nn.Module:
+        model = DetailedGPT(config, vocab_size)
+        init_parameters(model, seed, config.init_std)
+        return model
+
+    def training_loss(self, model: nn.Module, idx: torch.Tensor, targets: torch.Tensor) -> tuple:
+        """The cross-entropy twice, and what each router with a balance bias read."""
+        read = {}
+
+        def keep(router: SigmoidMoE, inputs: tuple) -> None:
+            read[router] = inputs[0].detach()
+
+        routers = [module for module in model.modules() if isinstance(module, SigmoidMoE)]
+        hooks = [router.register_forward_pre_hook(keep) for router in routers]
+        _, loss = model(idx, targets)
+        for hook in hooks:
+            hook.remove()
+        return loss, loss, read
+
+    @torch.no_grad()
+    def after_step(self, model: nn.Module, told: dict[SigmoidMoE, torch.Tensor]) -> None:
+        """Move the balance biases: up for experts that got less than the mean, down for others."""
+        for router, x in told.items():
+            _, chosen = router.route(x.flatten(0, 1))
+            load = chosen.flatten().bincount(minlength=len(router.experts)).float()
+            router.balance_bias += BIAS_SPEED * (load.mean() - load).sign()
+
+
+SCOPE = (
+    "That holds at this size, rate and number of steps, for details as the last table has them. At "
+    "one shared rate a comparison also measures which model that rate suits: the README has the "
+    "answers at a second one."
+)
+
+
+def sizes_text(plan: Plan) -> str:
+    """How equal the models are, and what the last table shows."""
+    models = [on_meta(cfg, plan.corpus.vocab_size) for cfg in plan.configs.values()]
+    active = [sparse.active_parameters(model) for model in models]
+    apart = (max(active) - min(active)) / min(active)
+    base = plan.configs[plan.baseline].rope_base
+    return (
+        f"A token uses {min(active):,} to {max(active):,} parameters, whatever the model "
+        f"({apart:.1%} apart): the width of its MLPs, d_hidden, was chosen for that. RoPE has a "
+        f"base of {base:,.0f} and no scaling, since the published ones are for longer texts. What "
+        "else isn't as published, so that it acts at this size, stands in the last column."
+    )
+
+
+def trained_table(plan: Plan) -> Table:
+    """What sets each model apart, and which values are not its recipe's, so that it acts here."""
+    by_model = {r.labels["model"]: r for r in RECIPES.values()}
+    rows = []
+    for variant in plan.variants:
+        published = by_model[variant.name]
+        here = [
+            f"{field} {', '.join(value) if isinstance(value, tuple) else format(value, '.3g')}"
+            for field, value in variant.changes.items()
+            if value != published.changes.get(field)
+        ]
+        width = plan.configs[variant.name].d_hidden
+        rows.append([variant.name, published.labels["details"], str(width), "; ".join(here)])
+    return Table(["model", "what sets it apart", "d_hidden", "here"], rows)
+
+
+def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
+    """The finding in a sentence, the losses, and what the models are."""
+    finding = report.finding(plan, results)
+    blocks = [finding, SCOPE] if finding else []
+    blocks += [report.comparison_table(plan, results), report.caption(plan)]
+    return [*blocks, sizes_text(plan), trained_table(plan)]
+
+
+def draw(plan: Plan, results: list[runs.Result]) -> dict:
+    """The figures of this run by file name."""
+    drawn = {"curves.png": figures.curves(plan, results)}
+    if len(plan.names) > 1:
+        drawn["differences.png"] = figures.differences(plan, results)
+    return drawn
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = cli.new_parser(__doc__)
-    parser.add_argument("--show", choices=RECIPES, metavar="RECIPE", help="print one recipe")
-    options = parser.parse_args(argv)
-    if options.show is None:
-        say(recipes_table())
-        say("\nThe same, place by place:")
-        say()
-        say(places_table())
-        say(f"\n{HOW_TO_READ}")
-    else:
-        show(options.show)
-    return 0
+    here = Path(__file__).parent
+    parser = cli.build_parser(__doc__)
+    parser.add_argument(
+        "--show",
+        nargs="?",
+        const="all",
+        choices=[*RECIPES, "all"],
+        metavar="RECIPE",
+        help="train nothing; print this recipe, or all of them",
+    )
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=DENSE,
+        choices=[*RECIPES, "all"],
+        metavar="RECIPE",
+        help=f"train these beside {BASELINE}, or all (default: those without experts)",
+    )
+    args = parser.parse_args(argv)
+    if args.show is not None:
+        show_all() if args.show == "all" else show(args.show)
+        return 0
+    options = cli.options_from(args, here / "outputs")
+    preset = PRESETS[options.preset]
+    chosen = list(RECIPES) if "all" in args.recipes else args.recipes
+    title = "The details of today's models: recipes of equal size side by side"
+    plan = cli.make_plan(title, preset, variants(preset.model, chosen), options)
+    plan = at_equal_size(plan)
+    return report.carry_out(SideBySide(), plan, summarize, draw, here / "expected")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_build(__file__)

@@ -1,20 +1,20 @@
 """Step 12: choose the curve of the MLP.
 
-Between the matrices of an MLP stands a curve, its activation function. Which model has which?
+Between the matrices of an MLP stands a curve, its activation function (chapter 07, step 07).
+Weights need the curve with which they were trained, and two curves may go by one name. GELU is
+x · Φ(x), where Φ(x) is the probability that a Gaussian number is below x. GPT-2 and Gemma compute
+it by a formula with tanh, which is off by 0.0005 at most. Rounding a number near 1 to bfloat16
+costs up to 0.004. So whoever takes the exact GELU for GPT-2's weights won't notice, until logits
+are compared.
 
-- GPT-2: GELU, x · Φ(x), where Φ(x) is the probability that a Gaussian number is below x. But not
-  quite: it computes Φ by a formula with tanh, which is off by 0.0005 at most. Rounding a number
-  near 1 to bfloat16 costs up to 0.004. So whoever takes the exact GELU for GPT-2's weights won't
-  notice, until logits are compared.
-- Llama, Mistral, Qwen, OLMo: a gated MLP, down(silu(gate(x)) · up(x)) with silu(x) = x · σ(x),
-  where σ(x) = 1 / (1 + e^-x). Each number of up(x) passes as far as its gate is open. It is called
-  SwiGLU (chapter 07, step 07).
-- Gemma: gated as well, but the gate has GPT-2's curve: GEGLU.
-- nanochat: no gate, and max(x, 0)² for the curve.
+So here the curve is a word in the config, and a table turns it into a function. In a plain MLP it
+stands between the two matrices. In a gated one, down(curve(gate(x)) · up(x)), it makes the gate:
+how much of each number of up(x) passes. With silu(x) = x / (1 + e^-x) that is SwiGLU (Llama and
+many others), with GELU it is GEGLU (Gemma).
 
     python step_12_choose-the-curve-of-the-mlp.py
 
-draws outputs/step_12.png. Shapes: C = d_model.
+draws outputs/step_12.png.
 """
 
 import math
@@ -27,9 +27,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, figures
+from shared import chapters, cli, console, figures
 from shared.checks import Checks
-from shared.console import Table, say
 from shared.randomness import generator
 
 gpt = chapters.load_build(5)
@@ -72,11 +71,11 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
-    """The config's gated MLP, `times` as wide inside as it says."""
+    """The config's gated MLP, `times` as wide inside: some experts are wider (step 13)."""
     d_hidden = cfg.d_hidden or modern.swiglu_hidden(cfg.d_model, cfg.multiple_of)
     return GATED_MLPS[cfg.gated_mlp](cfg, times * d_hidden)
 
@@ -84,34 +83,28 @@ def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
 # ---------------------------------------------------------------- look at it
 
 
-def draw_picture(x: torch.Tensor) -> Path:
-    """The curves, and how far the two forms of GELU are apart."""
-    figure = figures.new_figure(8, 3)
-    left, right = figure.subplots(1, 2)
-    for name in ("gelu", "silu", "relu2"):
-        left.plot(x, ACTIVATIONS[name](x), label=name)
-    left.set_ylim(-0.5, 3)
-    figures.label(left, "Three curves", "x")
-    right.plot(x, gelu_tanh(x) - F.gelu(x))
-    figures.label(right, "GELU by tanh, minus GELU", "x")
+def draw_picture(x: torch.Tensor, apart: torch.Tensor) -> Path:
+    figure = figures.new_figure(6, 3)
+    axes = figure.subplots()
+    axes.plot(x, apart)
+    figures.label(axes, "GELU by tanh, minus GELU", "x")
     return figures.save(figure, __file__)
 
 
 @torch.no_grad()
 def main() -> int:
     x = torch.linspace(-4, 4, 801, dtype=torch.float64)
-    curves = {"with tanh": gelu_tanh(x), "x σ(1.702 x), gpt-oss": x * torch.sigmoid(1.702 * x)}
-    curves["silu"] = F.silu(x)
-    rows = [[name, f"{(y - F.gelu(x)).abs().max():.5f}"] for name, y in curves.items()]
-    say(Table(["curve", "furthest from GELU"], rows))
-    say("\nLook at the first two: both stand in for GELU in some model, and neither is GELU.")
-    say(f"The picture is {draw_picture(x)}.")
+    apart = gelu_tanh(x) - F.gelu(x)
+    console.say(f"picture: {draw_picture(x, apart)}")
+    console.say(f"Look at the two peaks: there the two forms are {apart.max():.5f} apart.")
 
     checks = Checks()
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     checks.close("GELU by tanh, by hand", gelu_tanh(x), 0.5 * x * (1 + inner.tanh()), 1e-12)
     cfg = DetailedConfig(d_model=28, n_heads=2, d_hidden=11)
     ours = make_gated_mlp(cfg)
+    for name, p in ours.named_parameters():
+        nn.init.normal_(p, std=0.2, generator=generator(1, "step_12", name))
     swiglu = modern.SwiGLU(28, 11)
     swiglu.load_state_dict(ours.state_dict())
     tokens = torch.randn(5, 28, generator=generator(1, "step_12"))

@@ -10,9 +10,10 @@ are added, each times its gate. What is a gate? Today's models disagree:
   eight 8/64 together, so the layer adds little; a router that is certain gives them nearly 1.
 
 DeepSeek has one more expert, which all tokens use, without a gate (Dai et al. 2024). It is meant
-for what every token needs: without it, each expert would have to learn that for itself. But it is
-loud. Eight vectors of length 1 that point in different directions, each times 1/8, add up to length
-1/√8 = 0.35, while the shared expert keeps its 1. DeepSeek-V3 multiplies the gates by 2.5.
+for what every token needs: without it, each expert would have to learn that for itself. But what it
+adds is long beside what the others add. Eight vectors of length 1 at right angles, each times 1/8,
+add up to length 1/√8 = 0.35, while the shared expert keeps its 1. DeepSeek-V3 multiplies the gates
+by 2.5.
 
     python step_13_share-an-expert-and-weigh-the-rest.py
 
@@ -55,7 +56,7 @@ def best(scores: torch.Tensor, k: int) -> torch.Tensor:
 class SoftmaxMoE(modern.MoE):
     """Chapter 07's experts; a gate is the router's probability, renormalised or not."""
 
-    fewest = 1
+    fewest = 1  # chapter 07 refuses k = 1, where gates that sum to 1 teach the router nothing
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
@@ -90,7 +91,7 @@ class SoftmaxMoE(modern.MoE):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., C) -> (..., C): the chosen experts, and the shared ones, which have no gate."""
-        y = super().forward(x)
+        y = super().forward(x)  # chapter 07's: it calls route()
         if self.shared is None:
             return y
         return y + self.shared(x)
@@ -120,11 +121,11 @@ def main() -> int:
         length = (moe(x) - shared).norm() / shared.norm()
         rows.append([form, f"{gates.sum(-1).mean():.2f}", f"{length:.2f}"])
     say(Table(["gates of eight experts", "their sum", "length of their output"], rows))
-    say("\nLook at the last column: only with 2.5 are the eight as long as the shared one, 1.")
+    say("\nLook at the last column: only with 2.5 do the eight come near the shared one, 1.")
 
     checks = Checks()
     largest = moe.router(x).topk(8).values
-    checks.close("gates: softmax of the largest logits", gates, 2.5 * largest.softmax(-1), 1e-5)
+    checks.close("gates: softmax of eight logits", gates, 2.5 * largest.softmax(-1), 1e-5)
     by_hand = moe.shared(x[7])
     for gate, e in zip(gates[7], chosen[7]):
         by_hand += gate * moe.experts[e](x[7])
@@ -132,7 +133,7 @@ def main() -> int:
     undecided = make(renormalise=False)
     nn.init.zeros_(undecided.router.weight)
     gates, _ = undecided.route(x)
-    checks.close("undecided, as they are: 8 of 64", gates.sum(-1), torch.full((500,), 0.125), 1e-6)
+    checks.close("undecided, as they are: 8/64", gates.sum(-1), torch.full((500,), 0.125), 1e-6)
     return checks.report()
 
 

@@ -10,8 +10,7 @@ the first models there were as many key/value heads as query heads. Three detail
 - Latent attention: the keys and values of all heads are made of one short vector (step 11).
 
 To count, nothing has to be stored. PyTorch's meta device makes tensors that have a shape and no
-content, so a model of 671 billion parameters fits on a laptop. Active parameters are those that one
-token uses: all but the experts that it isn't sent to (chapter 18, step 02).
+content, so a model of 671 billion parameters fits on a laptop.
 
     python step_17_count-parameters-and-cache.py
 
@@ -31,7 +30,6 @@ from shared.checks import Checks
 from shared.console import Table, say
 
 gpt = chapters.load_build(5)
-sparse = chapters.load_build(18)
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
 DetailedConfig = build.DetailedConfig
 DetailedGPT = build.DetailedGPT
@@ -50,10 +48,7 @@ def at_published_shape(name: str, **changes) -> DetailedGPT:
 
 
 def cache_bytes(model: DetailedGPT, n_positions: int, bytes_each: int = 2) -> int:
-    """What a cache of n_positions takes, in bfloat16 if a number is of 2 bytes.
-
-    A layer with a window has no use for older positions.
-    """
+    """What a cache of n_positions takes; with a window, a layer has no use for older ones."""
     n_numbers = 0
     for block in model.blocks:
         kept = min(n_positions, block.attn.cfg.window or n_positions)
@@ -64,24 +59,27 @@ def cache_bytes(model: DetailedGPT, n_positions: int, bytes_each: int = 2) -> in
 LONG_TEXT = 32_768  # positions
 
 
-STORED, ACTIVE, TOKEN, TEXT = range(4)  # the places of four counts
-
-
-def counts(name: str, **changes) -> torch.Tensor:
-    """Parameters, active ones, and the bytes of a cache for one token and for a long text, (4,)."""
+def counts(name: str, **changes) -> dict[str, int]:
+    """Parameters, and the bytes of a cache for one token and for a long text."""
     model = at_published_shape(name, **changes)
-    stored = gpt.count_parameters(model)
-    active = sparse.active_parameters(model)
-    return torch.tensor([stored, active, cache_bytes(model, 1), cache_bytes(model, LONG_TEXT)])
+    return {
+        "stored": gpt.count_parameters(model),
+        "token": cache_bytes(model, 1),
+        "text": cache_bytes(model, LONG_TEXT),
+    }
 
 
-def counts_by_period(name: str, period: int) -> torch.Tensor:
-    """The same, sooner, where layers repeat: one period is counted, not all."""
+def counts_by_period(name: str, period: int) -> dict[str, int]:
+    """The same, sooner: layers repeat after a period, so the first of them tell what all count.
+
+    The experts of all of DeepSeek-V3's layers are 45,000 matrices, which take seconds to make.
+    """
     shape = PUBLISHED[name].shape
-    few = shape.get("n_dense_layers", 0) + period
-    counted = counts(name, n_layers=few)
-    one_more = counts(name, n_layers=few + period) - counted
-    return counted + (shape["n_layers"] - few) // period * one_more
+    n_few = shape.get("n_dense_layers", 0) + period  # the layers without experts come first
+    few = counts(name, n_layers=n_few)
+    more = counts(name, n_layers=n_few + period)
+    n_periods = (shape["n_layers"] - n_few) // period
+    return {what: few[what] + n_periods * (more[what] - few[what]) for what in few}
 
 
 # ---------------------------------------------------------------- look at it
@@ -90,7 +88,7 @@ PERIODS = {"olmoe": 1, "qwen3-moe": 1, "deepseek-v3": 1, "gpt-oss": 2}  # of man
 
 
 def kind(name: str) -> str:
-    """Which of the details a model has, the last that applies."""
+    """The detail that makes a model's cache small, for its colour in the picture."""
     shape = PUBLISHED[name].shape
     if RECIPES[name].changes.get("attention") == "latent":
         return "latent attention"
@@ -99,14 +97,14 @@ def kind(name: str) -> str:
     return "grouped heads" if shape["n_kv_heads"] < shape["n_heads"] else "all heads"
 
 
-def draw_picture(found: dict[str, torch.Tensor]) -> Path:
+def draw_picture(found: dict[str, dict[str, int]]) -> Path:
     """A dot for each model: the cache of a long text, the largest on top."""
     figure = figures.new_figure(8, 5)
     axes = figure.subplots()
     kinds = ("all heads", "grouped heads", "windows", "latent attention")
     for row, (name, count) in enumerate(found.items()):
         colour = figures.COLOURS[kinds.index(kind(name))]
-        gigabytes = count[TEXT].item() / 1e9
+        gigabytes = count["text"] / 1e9
         axes.plot((0.1, gigabytes), (row, row), color="0.9", zorder=0)
         axes.plot(gigabytes, row, "o", color=colour)
         axes.annotate(f"{gigabytes:.2g}", (gigabytes, row), (8, -4), textcoords="offset points")
@@ -123,24 +121,23 @@ def draw_picture(found: dict[str, torch.Tensor]) -> Path:
 def main() -> int:
     found = {name: counts_by_period(name, period) for name, period in PERIODS.items()}
     found |= {name: counts(name) for name in RECIPES if name not in found}
-    found = dict(sorted(found.items(), key=lambda item: -item[1][TEXT].item()))
+    found = dict(sorted(found.items(), key=lambda item: -item[1]["text"]))
     rows = []
     for name, count in found.items():
-        stored, active, token, text = count.tolist()
-        billions = [f"{number / 1e9:.2f}" for number in (stored, active, text)]
-        rows.append([PUBLISHED[name].name, *billions[:2], f"{token:,}", billions[2]])
-    headers = ["model", "parameters,\nbillions", "active", "cache, bytes\na token"]
+        stored = f"{count['stored'] / 1e9:.2f}"
+        gigabytes = f"{count['text'] / 1e9:.2f}"
+        rows.append([PUBLISHED[name].name, stored, f"{count['token']:,}", gigabytes])
+    headers = ["model", "parameters,\nbillions", "cache, bytes\na token"]
     say(Table([*headers, f"GB for\n{LONG_TEXT:,}"], rows))
     say("\nDeepSeek-V3 is by far the largest, and keeps half of what Llama-3.1-8B does.")
     say(f"The picture is {draw_picture(found)}.")
 
     checks = Checks()
-    checks.equal("GPT-2's parameters", found["gpt2"][STORED].item(), 124_439_808)
-    checks.equal("Llama-3.1-8B's", found["llama3"][STORED].item(), 8_030_261_248)
-    checks.equal("Mixtral's active ones", found["mixtral"][ACTIVE].item(), 12_879_925_248)
-    checks.equal("DeepSeek-V3's cache, a token", found["deepseek-v3"][TOKEN].item(), 2 * 61 * 576)
+    checks.equal("GPT-2's parameters", found["gpt2"]["stored"], 124_439_808)
+    checks.equal("Llama-3.1-8B's", found["llama3"]["stored"], 8_030_261_248)
+    checks.equal("DeepSeek-V3's cache", found["deepseek-v3"]["token"], 2 * 61 * 576)
     kept = 21 * 4_096 + 21 * LONG_TEXT  # of Gemma 2's 42 layers half have a window
-    checks.equal("Gemma-2-9B's, long text", found["gemma2"][TEXT].item(), 2 * kept * 2 * 8 * 256)
+    checks.equal("Gemma-2-9B's, long", found["gemma2"]["text"], 2 * kept * 2 * 8 * 256)
     return checks.report()
 
 

@@ -5,9 +5,9 @@ parts, and here the list is data: a recipe names the fields of the config that i
 field names a class in a table. norm_place="after" is BLOCKS["after"]. So a new model is some ten
 lines of data, and the model's code never asks for a model's name.
 
-Layers may differ: of Gemma 3's, five in six see a window; DeepSeek-V3's first three have no
-experts. So each layer gets a config of its own, which layer_config() makes of the model's. What is
-left to say is in the class below: the two ends, embeddings and logits.
+Layers may differ: of Gemma 3's, five in six see a window. So each layer gets a config of its own,
+which layer_config() makes of the model's. What is left for the class below are the two ends,
+embeddings and logits.
 
     python step_18_put-the-parts-together.py
 
@@ -71,9 +71,9 @@ class DetailedGPT(real.RealGPT):
         return self.embedding_norm(scale * super().embed(idx))
 
 
-def init_parameters(model: DetailedGPT, seed: int) -> None:
+def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
     """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
-    gpt.init_parameters(model, seed)
+    gpt.init_parameters(model, seed, std)
     for module in model.modules():
         if isinstance(module, GainPlusOne):
             nn.init.zeros_(module.weight)
@@ -120,15 +120,15 @@ def logits(theirs: nn.Module, model: Variant, **changes) -> tuple[torch.Tensor, 
 def main() -> int:
     say(build.places_table())
     say(f"\n{build.HOW_TO_READ}")
-    say("\nLook at the rows of Llama 3 and Gemma 2: one detail, and seven.")
+    say("\nLook at the rows of Llama 3 and Gemma 2: one place is filled, and six are.")
 
     checks = Checks()
     classic = gpt.GPT(gpt.GPTConfig(**SIZES), vocab_size=31)
     ours, theirs = logits(classic, GPT2, n_kv_heads=3, activation="gelu")  # 05's GELU is exact
-    checks.close("GPT-2: chapter 05's logits", ours, theirs, 1e-5)
+    checks.close("GPT-2: chapter 05's", ours, theirs, 1e-5)
     grouped = real.RealGPT(real.GroupedConfig(**SIZES, n_kv_heads=1, rope_base=5e5), vocab_size=31)
     ours, theirs = logits(grouped, LLAMA3, n_kv_heads=1, rope_scaling=None)  # as 3.0 was
-    checks.close("Llama 3: chapter 37's logits", ours, theirs, 1e-5)
+    checks.close("Llama 3: chapter 37's", ours, theirs, 1e-5)
     in_build = [build.RECIPES["gpt2"], build.RECIPES["llama3"]]
     checks.equal("build.py has the same two", in_build == [GPT2, LLAMA3], True)
     return checks.report()
