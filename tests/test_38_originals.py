@@ -286,6 +286,8 @@ def llama3() -> Original:
 
 
 def mistral() -> Original:
+    """The paper's text lets position i see i - W to i, which are W + 1; in its picture and in the original it sees W,
+    itself included."""
     settings = {"sliding_window": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     return original("Mistral", settings, window=4)
 
@@ -441,7 +443,10 @@ def translate_deepseek(theirs: dict, cfg) -> dict:
 
 
 def deepseek_v3() -> Original:
-    """The original takes the two best of a group whatever k is; the paper says k / groups, which is 2 at its sizes."""
+    """The original takes the two best of a group whatever k is; the paper says k / groups, which is 2 at its sizes.
+
+    The paper's equations have neither the norms on the two short vectors, which its text names, nor the factor 2.5 of
+    the gates. The original adds 1e-20 to the sum that it divides gates by; ours doesn't."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10_000.0,
@@ -486,7 +491,9 @@ def translate_nanochat(theirs: dict, cfg) -> dict:
 
 
 def nanochat() -> Original:
-    """The original is transformers' nanochat, of the first release: later ones have more details."""
+    """The original is transformers' nanochat, of the first release: later ones have more details.
+
+    The eps of its author's norms is torch's own, which depends on the dtype; in transformers it is 1e-6."""
     settings = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
     return original("NanoChat", settings, translate_nanochat)
 

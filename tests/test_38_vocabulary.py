@@ -150,6 +150,7 @@ def test_the_best_piece_is_joined_first_and_of_equal_ones_the_leftmost():
     assert tokenizer.start == [1] and tokenizer.ends == {2}
     assert tokenizer.encoding.decode(tokenizer.encode("ab €")) == " ab €"
     assert tokenizer.encode("") == []
+    assert said(tokenizer, "a\udc80") == ["▁", "a", "<0x3F>"]  # a byte of a command line that is no letter: ?
 
 
 def test_a_file_may_want_no_space_before_a_text():

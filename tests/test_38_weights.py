@@ -404,10 +404,18 @@ def opened(path: Path):
 # ---------------------------------------------------------------- logits
 
 
-@pytest.mark.parametrize("recipe", FILES)
+def mistral3() -> FileOf:
+    """A small model of Llama's kind by another name: files of Mistral have it since its third generation of models."""
+    file = file_of("llama3")
+    file.written = file.written._replace(architecture="MISTRAL3")
+    file.name = "mistral3"
+    return file
+
+
+@pytest.mark.parametrize("recipe", [*FILES, "mistral3"])
 @torch.no_grad()
 def test_a_file_gives_the_logits_of_its_original_at_once_and_in_pieces(recipe, tmp_path):
-    file = file_of(recipe)
+    file = mistral3() if recipe == "mistral3" else file_of(recipe)
     model = opened(file.write(tmp_path / "small.gguf")).double()
     idx = originals.tokens(LENGTH)
     theirs = originals.their_logits(file.original, idx)
@@ -452,7 +460,7 @@ def test_a_long_text_is_read_in_pieces(recipe, tmp_path, weights, monkeypatch):
     model = opened(file_of(recipe).write(tmp_path / "small.gguf")).double()
     idx = originals.tokens(LENGTH)
     whole = model.states(idx)
-    monkeypatch.setattr(weights, "PIECE", 5)
+    monkeypatch.setattr(weights, "SCORES", 5 * 9 * (LENGTH + 1))
     longest = []
     mix = weights.build.GroupedAttention.mix
 
@@ -463,6 +471,39 @@ def test_a_long_text_is_read_in_pieces(recipe, tmp_path, weights, monkeypatch):
     monkeypatch.setattr(weights.build.GroupedAttention, "mix", watched)
     torch.testing.assert_close(model.states(idx), whole, rtol=0, atol=1e-10)
     assert max(longest) == 5 and not hasattr(model.blocks[0].attn, "length")
+    monkeypatch.setattr(weights, "SCORES", 1)
+    torch.testing.assert_close(model.states(idx), whole, rtol=0, atol=1e-10)
+    assert model.states(idx[:, :0]).shape == (2, 0, 45)
+
+
+def test_layers_that_turn_alike_share_their_tables(weights):
+    """A small file with wide heads would fill the memory: so many bytes for each of its layers."""
+    kinds = ("window", "full", "window", "window")
+    cfg = weights.build.DetailedConfig(
+        **originals.OUR_SIZES | {"n_layers": 4, "layer_kinds": kinds, "window": 3, "window_rope_base": 50.0}
+    )
+    model = weights.FileGPT(cfg, originals.VOCABULARY).eval()
+    build = chapters.load_build(37)
+    model.states(originals.tokens(LENGTH))
+    with build.remembering(model, LENGTH):
+        model.states(originals.tokens(LENGTH)[:1])
+    assert [block.attn.cos is not None for block in model.blocks] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "qwen3"])
+@torch.no_grad()
+def test_no_position_beyond_the_last_one_is_read(recipe, tmp_path):
+    """GPT-2's table would give none, or one for several tokens, without a word."""
+    model = opened(file_of(recipe).write(tmp_path / "small.gguf"))
+    text = torch.zeros(1, 41, dtype=torch.long)
+    assert model.states(text[:, :40]).shape[1] == 40
+    with pytest.raises(ValueError, match="41 positions don't fit"):
+        model.states(text)
+    for first, then in ((40, 1), (39, 2)):
+        with chapters.load_build(37).remembering(model, 40):
+            model.states(text[:, :first])
+            with pytest.raises(ValueError, match="41 positions don't fit"):
+                model.states(text[:, :then])
 
 
 def test_the_score_scale_of_gemmas_largest_is_known_by_its_layers(weights):
@@ -596,6 +637,16 @@ def test_numbers_that_are_none_are_refused(recipe, name, value, says, tmp_path):
     file.tensors[name] = np.full_like(file.tensors[name], value)
     with pytest.raises(UserError, match=says):
         opened(file.write(tmp_path / "small.gguf"))
+
+
+def test_experts_without_end_are_refused(tmp_path, weights, monkeypatch):
+    """Each may be of a few numbers, and 100 layers of 1,024 took minutes to build."""
+    path = file_of("mixtral").write(tmp_path / "small.gguf")
+    monkeypatch.setattr(weights, "MOST_EXPERTS", 35)
+    opened(path)
+    monkeypatch.setattr(weights, "MOST_EXPERTS", 34)
+    with pytest.raises(UserError, match="it speaks of 35 experts, and 34 may be"):
+        opened(path)
 
 
 # ---------------------------------------------------------------- chapter 37's build.py with such a file

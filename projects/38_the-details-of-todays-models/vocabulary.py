@@ -170,7 +170,8 @@ class PieceTokenizer(FileTokenizer):
             if piece in self.scores:
                 ids.append(self.ids[piece])
             else:
-                ids += [self.ids[f"<0x{byte:02X}>"] for byte in piece.encode("utf-8")]
+                in_bytes = piece.encode("utf-8", errors="replace")  # ? for half a letter
+                ids += [self.ids[f"<0x{byte:02X}>"] for byte in in_bytes]
         return ids
 
     def merge(self, text: str) -> list[str]:

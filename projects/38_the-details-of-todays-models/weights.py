@@ -28,6 +28,8 @@ Architecture = architectures.Architecture
 ARCHITECTURES = architectures.ARCHITECTURES
 ROPE_FACTORS = architectures.ROPE_FACTORS
 
+MOST_EXPERTS = 2**15  # in all layers together; each takes time to build, be it ever so small
+
 # ---------------------------------------------------------------- config
 
 
@@ -114,6 +116,9 @@ def check_config(file, name: str, cfg) -> None:
         if cfg.top_k > cfg.n_experts:
             why = f"{cfg.top_k}, and it has {cfg.n_experts} experts"
             raise file.refusal(f"its {name}.expert_used_count is {why}")
+        n_experts = cfg.n_layers * cfg.n_experts
+        if n_experts > MOST_EXPERTS:
+            raise file.refusal(f"it speaks of {n_experts:,} experts, and {MOST_EXPERTS:,} may be")
         router = f"blk.{cfg.n_layers - 1}.ffn_gate_inp.weight"
         inspection.check_tensor(file, router, (cfg.n_experts, cfg.d_model))
 
@@ -194,18 +199,26 @@ def rope_scaling(file, name: str, whole: bool) -> "build.RopeScaling | None":
 # ---------------------------------------------------------------- model
 
 
-PIECE = 1024  # so many positions have their scores in memory at a time
+SCORES = 2**26  # of one layer, so many are in memory at a time: 268 MB
 
 
 class FileGPT(build.DetailedGPT):
     """Chapter 38's model with a memory for one text (chapter 37, step 06)."""
+
+    def __init__(self, cfg: "build.DetailedConfig", vocab_size: int):
+        super().__init__(cfg, vocab_size)
+        alike = {}
+        for block in self.blocks:  # layers of one kind turn alike: one table of angles is enough
+            block.attn.tables = alike.setdefault(block.attn.cfg, block.attn).tables
 
     def states(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> what the head reads (B, T, C).
 
         A long text is read in pieces: all its scores at once would fill the memory.
         """
-        pieces = idx.split(PIECE, dim=1)
+        read = getattr(self.blocks[0].attn, "length", 0)  # positions in memory
+        scores = self.cfg.n_heads * (read + idx.shape[1] + 1)  # of one position, at most
+        pieces = idx.split(max(1, SCORES // scores), dim=1)
         if len(pieces) == 1:
             return super().states(idx)
         if not isinstance(self.blocks[0].attn, Cached):
@@ -222,10 +235,13 @@ class FileGPT(build.DetailedGPT):
         return Cached(attn, n_positions)
 
     def embed(self, idx: torch.Tensor) -> torch.Tensor:
-        past = getattr(self.blocks[0].attn, "length", 0)  # positions in memory
+        past = getattr(self.blocks[0].attn, "length", 0)
+        end = past + idx.shape[1]
+        if end > self.cfg.block_size:
+            raise ValueError(f"{end} positions don't fit a block_size of {self.cfg.block_size}")
         if self.position_embedding is None or past == 0:
             return super().embed(idx)
-        positions = self.position_embedding.weight[past : past + idx.shape[1]]
+        positions = self.position_embedding.weight[past:end]
         return self.token_embedding(idx) + positions  # GPT-2 does no more to them
 
 
@@ -374,7 +390,8 @@ def load_model(file, longest: int = 8_192) -> FileGPT:
     if cfg.position_type == "rope":  # GPT-2's table is in the file, and comes whole
         cfg = replace(cfg, block_size=min(cfg.block_size, longest))
     n_tokens = file.tensors["token_embd.weight"].shape[0]
-    wanted = places(empty_model(cfg, n_tokens), known)
+    model = empty_model(cfg, n_tokens)
+    wanted = places(model, known)
     for name, place in wanted.items():
         inspection.check_tensor(file, name, place.shape)
     if ROPE_FACTORS in file.tensors:
@@ -382,7 +399,9 @@ def load_model(file, longest: int = 8_192) -> FileGPT:
     for name in file.tensors:
         if name not in wanted and name != ROPE_FACTORS:
             raise file.refusal(f"our model has no place for its tensor {name}")
-    model = empty_model(with_pair_factors(file, cfg), n_tokens).to_empty(device="cpu")
+    if ROPE_FACTORS in file.tensors:
+        model = empty_model(with_pair_factors(file, cfg), n_tokens)
+    model.to_empty(device="cpu")
     if cfg.tied:
         model.lm_head.weight = model.token_embedding.weight  # to_empty() gave it one of its own
     for name, place in places(model, known).items():
@@ -394,9 +413,7 @@ def load_model(file, longest: int = 8_192) -> FileGPT:
 
 
 def with_pair_factors(file, cfg):
-    """The config with the scaling of RoPE that stands in a file as a tensor, if one does."""
-    if ROPE_FACTORS not in file.tensors:
-        return cfg
+    """The config with the scaling of RoPE that stands in a file as a tensor."""
     factors = file.read(ROPE_FACTORS)
     if not (factors >= 1e-6).all() or not factors.isfinite().all():  # so NaN is refused, too
         raise file.refusal(f"its tensor {ROPE_FACTORS} holds a factor that can't be")
