@@ -2,15 +2,14 @@
 
 Up to chapter 37 the middle of attention was one call of torch's, scaled_dot_product_attention(). It
 is fast and closed: there is no place in it for a softcap or a sink. So here the formula is written
-out, in methods of which a detail overrides one:
+out in four methods. Each of today's attentions overrides one of them, and leaves the others:
 
-    project()    x becomes queries, keys and values
-    heads()      and queries and keys are turned: RoPE, on some channels or none (step 07)
-    weigh()      scores become weights that sum to 1
-    mix()        all of it: scores, cap (step 05), mask (step 04), weights, output
+    project()    makes queries, keys and values of x
+    heads()      calls project(), and turns queries and keys (RoPE)
+    weigh()      makes weights that sum to 1 of scores
+    mix()        makes scores, cap (step 05), mask (step 04), weights by weigh(), and the output
 
-This has a price: it holds all scores at once, as torch's call needn't. For 32,768 tokens they are
-32,768² in each head, 4.3 GB in float32.
+The price: all scores are held at once. For 32,768 tokens that is 4.3 GB in each head.
 
     python step_01_write-attention-out.py
 
@@ -34,7 +33,7 @@ from shared.randomness import generator
 gpt = chapters.load_build(5)
 modern = chapters.load_build(7)
 build = chapters.load_build(38)
-DetailedConfig = build.DetailedConfig
+DetailedConfig = build.DetailedConfig  # chapter 37's config, and a field for each detail
 rope_tables = build.rope_tables
 softcap = build.softcap
 visible = build.visible
@@ -52,8 +51,8 @@ class GroupedAttention(gpt.CausalSelfAttention):
         self.head_dim = cfg.head_dim
         self.score_scale = cfg.score_scale or cfg.head_dim**-0.5
         if cfg.rope_scaling is not None:
-            self.score_scale *= cfg.rope_scaling.score_factor
-        n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # heads: neighbouring queries share a key head
+            self.score_scale *= cfg.rope_scaling.score_factor  # for long texts: step 09
+        n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # heads: of queries, then keys, then values
         self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
         self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
         self.n_turned = cfg.n_turned
@@ -62,7 +61,7 @@ class GroupedAttention(gpt.CausalSelfAttention):
 
     @property
     def n_cached(self) -> int:
-        """How many numbers a cache keeps of one token: its keys and values."""
+        """How many numbers a cache keeps of one token: its keys and values. Step 11 has fewer."""
         return 2 * self.n_kv_heads * self.head_dim
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,7 +73,7 @@ class GroupedAttention(gpt.CausalSelfAttention):
         return qkv.split([H, G, G], dim=1)
 
     def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin on the device of x, in float32 or better: made at the first call."""
+        """RoPE's cos and sin, made at the first call, on the device of x, in float32 or better."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if self.cos is None or self.cos.device != x.device or self.cos.dtype != dtype:
             cos, sin = rope_tables(self.cfg, self.n_turned)
@@ -83,7 +82,7 @@ class GroupedAttention(gpt.CausalSelfAttention):
         return self.cos, self.sin
 
     def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        """RoPE on the first channels of x (..., T, D), whose first position is `start`."""
+        """RoPE on the first n_turned channels of x (..., T, D); x[..., 0, :] stands at `start`."""
         if self.cfg.position_type != "rope":
             return x
         cos, sin = self.tables(x)
@@ -102,7 +101,7 @@ class GroupedAttention(gpt.CausalSelfAttention):
         return scores.softmax(-1)
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Heads -> (B, T, C). The queries are those of the last positions of the keys."""
+        """Heads -> (B, T, C). With a cache, there are older keys before those of the T queries."""
         shared_by = q.shape[1] // k.shape[1]  # query heads to a key head: H / G
         k = k.repeat_interleave(shared_by, dim=1)  # (B, H, keys, D)
         v = v.repeat_interleave(shared_by, dim=1)
@@ -128,7 +127,7 @@ def main() -> int:
         own = [method for method in ("project", "heads", "weigh", "mix") if method in vars(kind)]
         rows.append([name, ", ".join(own)])
     console.say(console.Table(["attention", "methods of its own"], rows))
-    console.say("\nLook at the rows below the first: each detail is one method, and never mix().")
+    console.say("\nLook at the rows below the first: each overrides one method, and none mix().")
 
     cfg = DetailedConfig(block_size=11, n_heads=6, n_kv_heads=3, d_model=30, d_head=8, window=4)
     attention = GroupedAttention(cfg)
@@ -137,11 +136,12 @@ def main() -> int:
     x = torch.randn(2, 9, 30, generator=generator(1, "x"))
     q, k, v = attention.heads(x)
     checks = Checks()
-    window = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)
+    window = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)  # each sees itself and 3 before it
     y = nn.functional.scaled_dot_product_attention(q, k, v, window, enable_gqa=True)
     y = attention.proj(y.transpose(1, 2).flatten(2))
     checks.close("torch's call, window 4", attention(x), y, 1e-5)
-    checks.close("the last query", attention.mix(q[:, :, 8:], k, v), attention(x)[:, 8:], 1e-5)
+    last = attention.mix(q[:, :, 8:], k, v)
+    checks.close("the last query alone", last, attention(x)[:, 8:], 1e-5)
     return checks.report()
 
 
