@@ -4,20 +4,18 @@ A block has two halves, attention and MLP. Each reads the residual stream, which
 each token, and adds to it. Where do the norms stand?
 
     before    x = x + half(norm(x))          Llama, Mistral, Qwen
-    after     x = x + norm(half(x))          OLMo 2 (2025), from Swin v2 (Liu et al. 2021)
+    after     x = x + norm(half(x))          OLMo 2 (2025)
     both      x = x + norm(half(norm(x)))    Gemma 2 (2024) and 3
 
 With the norm before, a half reads vectors of a known length and adds vectors of any length. If
-matrices grow in training, the first layers may add so much that later ones hardly count. With the
-norm after, a half adds vectors of a known length: RMSNorm brings them to a root mean square (RMS)
-of 1, times a gain. L layers add 2L of them. If these have nothing to do with each other, their
-squares add up, and a stream that starts with an RMS of 1 ends with √(1 + 2L): with 7 after 24
-layers, whatever the matrices do. But then a half reads the stream as long as it is. So that scores
-don't grow with it, OLMo 2 normalizes queries and keys (step 02). Both norms fix both lengths.
+matrices grow in training, the first layers may add so much that later ones hardly count.
 
-In the first transformer a norm came last, too: x = norm(x + half(x)) (chapter 07, step 13). It
-stood on the stream, so each layer made smaller what all earlier ones had written. The three above
-leave the stream alone: what a layer writes stays as it is up to the last layer.
+With the norm after, a half adds vectors of a known length: RMSNorm brings them to a root mean
+square (RMS) of 1, times a gain. L layers add 2L of them. If these have nothing to do with each
+other, their squares add up. A stream that starts with an RMS of 1 then ends with √(1 + 2L): with 7
+after 24 layers, whatever the matrices do. But what a half reads now grows with the stream.
+
+With a norm before and one after, both lengths are known: of what a half reads and what it adds.
 
     python step_03_norm-before-after-or-both.py
 
@@ -52,7 +50,7 @@ class Block(modern.ModernBlock):
     """The norm before each half: only copies of the stream meet a norm."""
 
     def __init__(self, cfg: DetailedConfig):
-        super().__init__(cfg)  # norm1, attn, norm2 and mlp, by the methods below
+        super().__init__(cfg)  # makes norm1, attn, norm2 and mlp, with the methods below
         self.residual_scale = cfg.residual_scale
 
     def make_norm(self, cfg: DetailedConfig) -> nn.Module:
@@ -69,7 +67,7 @@ class Block(modern.ModernBlock):
         return PlainMLP(cfg)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, T, C) -> (B, T, C). The factor is 1 in all models but Granite."""
+        """x (B, T, C) -> (B, T, C). The scale is 1 in all models but Granite (step 16)."""
         x = x + self.residual_scale * self.attn(self.norm1(x))
         x = x + self.residual_scale * self.mlp(self.norm2(x))
         return x
@@ -113,36 +111,35 @@ def lengths(block_class: type, factor: float, n_layers: int = 24) -> list[float]
         block = block_class(CFG)
         for name, p in block.named_parameters():
             if p.dim() == 2:
-                start = factor * p.shape[1] ** -0.5  # times 1: as long a vector out as in
-                nn.init.normal_(p, std=start, generator=generator(1, layer, name))
+                std = factor * p.shape[1] ** -0.5  # with a factor of 1, RMS out = RMS in
+                nn.init.normal_(p, std=std, generator=generator(1, layer, name))
         x = block(x)
         found.append(x.square().mean().sqrt().item())
     return found
 
 
-def draw_picture(found: dict[tuple[str, int], list[float]]) -> Path:
+def draw_picture(plain: dict[str, list[float]], large: dict[str, list[float]]) -> Path:
     figure = figures.new_figure(8, 3.2)
     left, right = figure.subplots(1, 2, sharey=True)
     for place, colour in zip(PLACES, figures.COLOURS):
-        left.semilogy(found[place, 1], color=colour, label=place)
-        right.semilogy(found[place, 3], color=colour)
-    figures.label(left, "RMS of the stream", "layers")
-    figures.label(right, "matrices three times as large", "layers")
+        left.semilogy(plain[place], color=colour, label=place)
+        right.semilogy(large[place], color=colour)
+    figures.label(left, "RMS of the stream, matrices times 1", "layers")
+    figures.label(right, "RMS of the stream, matrices times 3", "layers")
     return figures.save(figure, __file__)
 
 
 def main() -> int:
-    found = {(place, f): lengths(PLACES[place], f) for place in PLACES for f in (1, 3)}
-    console.say(f"picture: {draw_picture(found)}\n")
+    plain = {place: lengths(block_class, 1) for place, block_class in PLACES.items()}
+    large = {place: lengths(block_class, 3) for place, block_class in PLACES.items()}
+    console.say(f"picture: {draw_picture(plain, large)}\n")
     console.say("Look at the right ends: with matrices three times as large the stream gets to")
-    console.say(f"{found['before', 3][-1]:.0f} with the norm before, and to 7 with a norm after.")
+    console.say(f"{large['before'][-1]:.0f} with the norm before, and to 7 with a norm after.")
 
     checks = Checks()
-    nothing = lengths(NormAfterBlock, 0)  # all matrices 0: no half adds anything
-    checks.close("after, matrices of 0: the stream stays", nothing[-1], nothing[0], 1e-6)
-    checks.close("after, 24 layers: √49", found["after", 1][-1], 7, 0.3)
-    checks.close("after, larger matrices: √49", found["after", 3][-1], 7, 0.3)
-    checks.close("both, larger matrices: √49", found["both", 3][-1], 7, 0.3)
+    checks.close("after, times 1: √49", plain["after"][-1], 7, 0.3)
+    checks.close("after, times 3: √49", large["after"][-1], 7, 0.3)
+    checks.close("both, times 3: √49", large["both"][-1], 7, 0.3)
     return checks.report()
 
 
