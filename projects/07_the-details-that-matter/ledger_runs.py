@@ -4,10 +4,10 @@ As in study.py, every model is trained at several rates, and compared at its own
 that had no part in choosing it. A model here is a chapter's build with fields of its config changed
 or lines of its code exchanged.
 
-    python claims.py                     all of them: some two hours on two cores
-    python claims.py --row recentring    one of them
-    python claims.py --list              their names, and what each changes
-    python claims.py --report            train nothing; say what is committed
+    python ledger_runs.py                     all of them: some two hours on two cores
+    python ledger_runs.py --row recentring    one of them
+    python ledger_runs.py --list              their names, and what each changes
+    python ledger_runs.py --report            train nothing; say what is committed
 
 Each run is kept as it ends. Ctrl-C loses the runs under way, and the same command goes on from
 there.
@@ -261,7 +261,7 @@ def look_inside(
     found = {}
     if model_of.chapter == 18:
         inside = model_of.experiment.inspect(model, corpus, seed)
-        for name in ("max_violation", "dead", "dropped"):
+        for name in ("max_violation", "dead", "dropped", "load"):  # the load of the last layer
             if name in inside:
                 found[name] = inside[name]
     if getattr(model.cfg, "position_type", "") == "rope":
@@ -518,13 +518,13 @@ def report(rows: dict[str, dict[str, Condition]], folder: Path) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     here = Path(__file__).parent
-    options = parse(argv, here / "outputs" / "claims")
+    options = parse(argv, here / "outputs" / "ledger")
     rows = {options.row: ROWS[options.row]} if options.row else ROWS
     if options.list:
         console.say(listing())
         return 0
     if options.report:
-        return report(rows, here / "expected" / "claims")
+        return report(rows, here / "expected" / "ledger")
     folder = Path(options.output_dir)
     files.claim_folder(folder)
     workers = options.workers or cli.usable_cores()
