@@ -128,17 +128,28 @@ def section(number: int) -> str:
     return "\n\n".join(parts)
 
 
-def full_table(link: str = "") -> str:
-    """Every row with its verdict; `link` is the page of the sections, from where the table is."""
+def linked(number: int) -> str:
+    """The claim as a link to its section; references() says where that is."""
+    return f"[{ROWS[number - 1].title}][row {number}]"
+
+
+def references(page: str) -> str:
+    """Where the links of a table lead; `page` is LEDGER.md, as seen from the table's page."""
+    numbers = range(1, len(ROWS) + 1)
+    return "\n".join(f"[row {number}]: {page}#{anchor(heading(number))}" for number in numbers)
+
+
+def full_table(page: str = "") -> str:
+    """Every row with its verdict."""
     lines = []
     for number, row in enumerate(ROWS, start=1):
         evidence = row.evidence()
-        title = f"[{row.title}]({link}#{anchor(heading(number))})"
-        lines.append([str(number), title, summary(evidence), rule.judge(evidence)])
-    return markdown(Table(["", "claim", "measured", "verdict"], lines))
+        lines.append([str(number), linked(number), summary(evidence), rule.judge(evidence)])
+    table = markdown(Table(["", "claim", "measured", "verdict"], lines))
+    return f"{table}\n\n{references(page)}"
 
 
-def short_table(link: str) -> str:
+def short_table(page: str) -> str:
     """The claims by verdict."""
     by_kind: dict[str, list[str]] = {}
     for number, row in enumerate(ROWS, start=1):
@@ -148,13 +159,12 @@ def short_table(link: str) -> str:
         if kind == rule.EQUAL:
             what = "so far" if said.endswith(rule.SO_FAR) else ""
         more = f" ({what})" if what else ""
-        title = f"[{row.title}]({link}#{anchor(heading(number))}){more}"
-        by_kind.setdefault(kind, []).append(title)
+        by_kind.setdefault(kind, []).append(linked(number) + more)
     shown = {rule.EQUAL: f"equal within {DELTA:g}", rule.DEPENDS: "depends on ..."}
     lines = [
         [shown.get(kind, kind), " · ".join(by_kind[kind])] for kind in rule.KINDS if kind in by_kind
     ]
-    return markdown(Table(["verdict", "claims"], lines))
+    return f"{markdown(Table(['verdict', 'claims'], lines))}\n\n{references(page)}"
 
 
 def page() -> str:
