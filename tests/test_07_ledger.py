@@ -259,6 +259,16 @@ def test_a_section_is_replaced_and_nothing_else():
         ledger.with_section(text, "C", "new")
 
 
+def test_what_is_known_beyond_a_default_run_is_said_by_it(modern):
+    assert modern.scope() == ledger.beyond()
+    assert "higher than GELU" in ledger.beyond() or "own best rate" in ledger.beyond()
+    log = "a\n\nAt one shared rate\nit was so.\n\nb\n"
+    assert ledger.with_paragraph(log, "now") == "a\n\nnow\n\nb\n"
+    gaps = {"x": (LOWER, verdict.Verdict("lower")), "y": (EQUAL, verdict.Verdict("equal"))}
+    said = ledger.at_best_rates(gaps, trained.pair(800, "x"))
+    assert "lower: x (-0.100 ± 0.050); equal within 0.02: y (+0.000 ± 0.010)." in said and "800 steps" in said
+
+
 def test_the_terminal_gets_80_columns(capsys):
     assert ledger.main([]) == 0
     table = capsys.readouterr().out

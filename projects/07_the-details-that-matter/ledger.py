@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
 
-from shared import chapters, cli, console, figures, files
+from shared import chapters, cli, console, figures, files, report, verdict
 from shared.console import Table, UserError
 from shared.verdict import DELTA
 
@@ -305,24 +305,50 @@ FIGURES = {
 
 # ---------------------------------------------------------------- beyond the default run
 
+BEYOND = "At one shared rate"  # how the paragraph begins
+SUITS = f"{BEYOND} a comparison also measures which model that rate suits: "
 
-def beyond() -> str | None:
-    """What the study found beyond `make tiny`, in a sentence; None while its part isn't there."""
-    found = []
-    for condition, models in rows.studied("rates"):
-        if models is None or condition.setting.schedule != "cosine":
-            continue
-        said = rows.trained.verdict.against(
-            rows.BASELINE, {name: model.values() for name, model in models.items()}
-        )
-        found = [f"{name} {difference}, {v.said}" for name, (difference, v) in said.items()]
-        steps = condition.setting.steps
-    if not found:
-        return None
+
+def beyond() -> str:
+    """What is known beyond `make tiny`, which build.py says under its finding: one paragraph."""
+    studied = from_study()
+    if studied:
+        return SUITS + studied
+    falling = rows.in_log("falling-rate-6-seeds.txt", "LayerNorm", "SwiGLU").verdict
     return (
-        f"Each at its own best rate, {steps} steps and a rate that falls to 0: {'; '.join(found)}. "
-        "At one shared rate a comparison also measures which model that rate suits."
+        f"{SUITS}at a rate that falls to 0, SwiGLU was {falling} than GELU. "
+        "The README has the command."
     )
+
+
+def from_study() -> str:
+    """The differences at each variant's own best rate; empty while the study isn't there."""
+    for condition, models in rows.studied("rates"):
+        if models is not None and condition.setting.schedule == "cosine":
+            losses = {name: model.values() for name, model in models.items()}
+            return at_best_rates(verdict.against(rows.BASELINE, losses), condition)
+    return ""
+
+
+def at_best_rates(found: dict, condition) -> str:
+    """The differences by what may be said of them."""
+    parts = []
+    for answer in verdict.ANSWERS:
+        so = {name: gap for name, (gap, judged) in found.items() if judged.said == answer}
+        names = [f"{name} ({gap})" for name, gap in so.items()]
+        within = f" within {DELTA:g}" * (answer == "equal")
+        if names:
+            parts.append(f"{answer}{within}: {', '.join(names)}")
+    return (
+        f"each at its own best rate, after {condition.setting.steps} steps with a rate that falls "
+        f"to 0, against {rows.BASELINE}: {'; '.join(parts)}. LEDGER.md says more."
+    )
+
+
+def with_paragraph(log: str, text: str) -> str:
+    """The log of a default run with this paragraph in the place of the one that begins like it."""
+    old = re.compile(rf"^{BEYOND}.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
+    return old.sub(lambda _: report.paragraph(text), log)
 
 
 # ---------------------------------------------------------------- files
@@ -359,7 +385,10 @@ def top_section() -> str:
         f"in [the ledger]({folder}/LEDGER.md): {len(ROWS)} claims, each with its source, its "
         "numbers and a command that makes them."
     )
-    return f"{wrapped(text)}\n\n{short_table(f'{folder}/LEDGER.md')}"
+    parts = [wrapped(text), short_table(f"{folder}/LEDGER.md")]
+    if from_study():
+        parts.insert(0, wrapped(beyond()))
+    return "\n\n".join(parts)
 
 
 def pages() -> dict[Path, str]:
@@ -368,9 +397,9 @@ def pages() -> dict[Path, str]:
     for folder, content in ((HERE, chapter_section()), (TOP, top_section())):
         path = folder / "README.md"
         texts[path] = with_section(path.read_text(encoding="utf-8"), SECTION, content)
-    sentence = beyond()
-    if sentence:
-        texts[HERE / "expected" / "beyond.txt"] = sentence + "\n"
+    texts[HERE / "expected" / "beyond.txt"] = beyond() + "\n"
+    log = HERE / "expected" / "run_log.txt"
+    texts[log] = with_paragraph(log.read_text(encoding="utf-8"), beyond())
     return texts
 
 
