@@ -224,6 +224,46 @@ def test_an_expert_is_starved_below_a_tenth_of_its_fair_share():
     assert rows.starved({"load": [0.5, 0.45, 0.026, 0.024]}) == 1 / 4  # fair is 1/4, a tenth of it 0.025
 
 
+# ---------------------------------------------------------------- when all is there
+
+
+def invented(trial) -> dict:
+    """What is read of a run: a valley at 0.004, and a model's own distance from it by its name's length."""
+    loss = 2 + abs(math.log2(trial.rate / 4e-3)) / 10 + 0.009 * len(trial.setting.variant) + 0.001 * (trial.seed % 3)
+    of_rope = {f"loss at {length}": loss + length / 1000 for length in trained.LENGTHS}
+    return {"loss": loss, "rise": 0.1, "max_violation": 1.5, "dead": 0, "load": [0.99, 0.01, 0.0, 0.0], **of_rope}
+
+
+@pytest.fixture
+def all_there(tmp_path, monkeypatch):
+    """Every trained row and every part of the study, with invented losses."""
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "study").mkdir()
+    for row, conditions in trained.ROWS.items():
+        found = trained.known(list(conditions.values()), lambda trial: {trial: invented(trial)})
+        trained.write_rows(trained.file_of(tmp_path / "ledger", row), found)
+    for part, conditions in study.PARTS.items():
+        losses = trained.losses_of(trained.known(conditions, lambda trial: {trial: invented(trial)}))
+        path = study.file_of(tmp_path / "study", part, 1)
+        study.write_rows(path, study.rows_of(conditions, losses, 1))
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+
+
+def test_with_all_results_every_row_has_a_verdict_and_every_figure_is_drawn(all_there):
+    said = {row.title: rule.judge(row.evidence()) for row in rows.ROWS}
+    assert not [title for title, verdict_ in said.items() if "not yet" in verdict_ or "so far" in verdict_]
+    # A letter more in the name costs 0.009, so SwiGLU is equal everywhere but in make tiny.
+    assert said["SwiGLU beats GELU"] == "depends on the learning rate"
+    assert said["a wider SwiGLU is no fair winner"] == "equal within 0.02"  # longer by 1
+    assert said["RoPE learns faster than learned positions"] == "holds"
+    assert said["RoPE carries beyond the trained length"] == "not at this scale"
+    assert said["without a balance loss the router collapses"] == "holds"  # three of four are starved
+    assert "after 800 steps" in ledger.beyond() and "each at its own best" in ledger.top_section()
+    assert "not yet run" not in ledger.page()
+    for _, draw in ledger.FIGURES.values():
+        assert len(draw().axes) == 2
+
+
 # ---------------------------------------------------------------- pages
 
 

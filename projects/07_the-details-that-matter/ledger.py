@@ -206,15 +206,15 @@ def intervals(axes, measured: list, unit: str = "") -> None:
     axes.axvline(0, color="0.5", linewidth=1)
     for place, one in enumerate(measured):
         if one.found is None:
-            axes.text(0, place, " not yet run", va="center", fontsize=9, color="0.4")
+            axes.text(0, place, " not yet run", va="center", fontsize=8, color="0.4")
             continue
         half = getattr(one.found, "half_width", None) or 0
         axes.errorbar(
             rule.mean_of(one.found), place, xerr=half, fmt="s", color=figures.COLOURS[0], capsize=3
         )
-    axes.set_yticks(range(len(measured)), [one.condition for one in measured], fontsize=9)
+    axes.set_yticks(range(len(measured)), [one.condition for one in measured])
     axes.set_ylim(len(measured) - 0.5, -0.5)
-    axes.set_xlabel(unit, fontsize=10)
+    axes.set_xlabel(unit)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -224,12 +224,11 @@ def norms_figure():
     good = rows.rmsnorm_as_good()
     figure = figures.new_figure(7.5, 3.8)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
-    names = ["operations", "time, by hand", "time, PyTorch's"]
+    names = ["operations", "time,\nby hand", "time,\nPyTorch's"]
     values = [work.operations, *(rule.mean_of(one.found) for one in work.times)]
     left.bar(names, values, color=[figures.COLOURS[0]] + [figures.COLOURS[1]] * 2)
     left.bar_label(left.containers[0], fmt="%.2f")
     left.axhline(1, color="0.5", linewidth=1)
-    left.tick_params(axis="x", labelsize=8)
     left.set_title("RMSNorm / LayerNorm", fontsize=11, loc="left")
     left.spines[["top", "right"]].set_visible(False)
     right.axvspan(-DELTA, DELTA, color="0.9", linewidth=0)
@@ -246,11 +245,9 @@ def swiglu_figure():
     for (condition, models), dash in zip(rows.studied("rates"), ("--", "-"), strict=True):
         if models is None:
             continue
-        losses = rows.study.read_rows(
-            rows.study.file_of(HERE / "expected" / "study", "rates", 1)
-        )
+        losses = rows.studied_losses("rates")
         seeds = rows.study.choice_seeds(condition, 1)
-        for name, colour in zip(rows.study.MLPS, figures.COLOURS):
+        for name, colour in zip((rows.BASELINE, rows.SWIGLU), figures.COLOURS):
             means = rows.study.mean_losses(losses, condition.of(name), seeds)
             what = f"{name.partition('+')[2]}, {condition.setting.schedule}"
             left.plot(list(means), list(means.values()), dash, marker="o", color=colour, label=what)

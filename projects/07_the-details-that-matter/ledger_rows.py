@@ -19,6 +19,7 @@ from shared import chapters, verdict
 from shared.verdict import Interval
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "expected"  # of study.py and of ledger_runs.py
 rule = chapters.load_file(HERE / "ledger_rule.py")
 trained = chapters.load_file(HERE / "ledger_runs.py")
 study = trained.study
@@ -90,21 +91,26 @@ def real_model(damage: str) -> float:
 
 def tried(row: str, label: str) -> dict | None:
     """The models of a condition of ledger_runs.py; None while it is not complete."""
-    found = trained.read_rows(trained.file_of(HERE / "expected" / "ledger", row))
+    found = trained.read_rows(trained.file_of(RESULTS / "ledger", row))
     return trained.outcomes(trained.ROWS[row][label], found)
+
+
+def studied_losses(part: str) -> dict:
+    """The committed losses of a part of study.py; none while there is no such file."""
+    path = study.file_of(RESULTS / "study", part, 1)
+    return study.read_rows(path) if path.exists() else {}
 
 
 def studied(part: str) -> list[tuple]:
     """The conditions of a part of study.py, each with its models; None where not complete."""
-    path = study.file_of(HERE / "expected" / "study", part, 1)
-    losses = study.read_rows(path) if path.exists() else {}
-    found = {trial: {"loss": loss} for trial, loss in losses.items()}
+    found = {trial: {"loss": loss} for trial, loss in studied_losses(part).items()}
     return [(one, trained.outcomes(one, found)) for one in study.PARTS[part]]
 
 
 # ---------------------------------------------------------------- differences
 
 BASELINE = "LayerNorm+GELU"
+SWIGLU = "LayerNorm+SwiGLU"
 TINY = "d_model 64, 2 layers"
 MAKE_TINY = f"{TINY}, 200 steps, rate 0.003, 6 seeds"
 MAKE_TINY_FALLING = f"{TINY}, 200 steps, rate from 0.002 to 0, 6 seeds"
