@@ -66,7 +66,7 @@ def details(evidence) -> Table:
     for group in evidence.groups:
         said = ["-"] * len(group.measured)
         if group.complete:
-            said = rule.answers(group.measured, evidence)
+            said = rule.answers(group, evidence)
         for one, answer in zip(group.measured, said, strict=True):
             lines.append([one.condition, str(one), answer, one.scope])
     lines += [[one.condition, str(one), "(beside)", one.scope] for one in evidence.beside]
@@ -79,8 +79,8 @@ def claimed(evidence) -> str:
     if not isinstance(evidence, rule.Compared):
         return ""
     which = " or ".join(evidence.claimed)
-    border = f" (beside {evidence.border:g})" if evidence.border else ""
-    return f"Claimed: {which}{border}; equal is within {evidence.delta:g}."
+    border = f"{evidence.border:g}"
+    return f"The claim says {which}; within {evidence.delta:g} of {border} counts as equal."
 
 
 # ---------------------------------------------------------------- pages
@@ -186,7 +186,8 @@ def page() -> str:
             "A difference is taken at equal seeds: its mean and 95 % interval, in nats of "
             "validation loss, below 0 if the first is better. Within a row the measurements that "
             "differ in one thing are corrected together; the rows are not corrected for each "
-            "other, so of twenty verdicts one may be chance."
+            "other, so of twenty verdicts one may be chance. A line marked (beside) is shown and not "
+            "judged."
         ),
         full_table(),
         "## What people look for first",

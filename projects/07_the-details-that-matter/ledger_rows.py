@@ -23,6 +23,7 @@ RESULTS = HERE / "expected"  # of study.py and of ledger_runs.py
 rule = chapters.load_file(HERE / "ledger_rule.py")
 trained = chapters.load_file(HERE / "ledger_runs.py")
 study = trained.study
+study_page = chapters.load_file(HERE / "study.py")  # its parts, and what is said of them
 Compared = rule.Compared
 Group = rule.Group
 Law = rule.Law
@@ -104,7 +105,7 @@ def studied_losses(part: str) -> dict:
 def studied(part: str) -> list[tuple]:
     """The conditions of a part of study.py, each with its models; None where not complete."""
     found = {trial: {"loss": loss} for trial, loss in studied_losses(part).items()}
-    return [(one, trained.outcomes(one, found)) for one in study.PARTS[part]]
+    return [(one, trained.outcomes(one, found)) for one in study_page.PARTS[part].conditions]
 
 
 # ---------------------------------------------------------------- differences
@@ -146,13 +147,19 @@ def compared(row: str, label: str, a: str, b: str, says: str = "", name: str = "
 
 
 def study_group(part: str, varies: str, variant: str, label: Callable) -> Group:
-    """How the variant differs from LayerNorm+GELU under each condition of a part of the study."""
+    """How the variant differs from LayerNorm+GELU under each condition of a part of the study.
+
+    The answers are the study's own, which judges all variants and conditions of a part together.
+    """
     measured = [
         minus(condition, models, variant, BASELINE, label(condition.setting))
         for condition, models in studied(part)
         if variant in condition.variants
     ]
-    return Group(varies, measured)
+    if any(one.found is None for one in measured):
+        return Group(varies, measured)
+    rows = study_page.find(study_page.PARTS[part], studied_losses(part), 1).rows
+    return Group(varies, measured, [row.judged.said for row in rows if row.variant == variant])
 
 
 def study_groups(variant: str) -> list[Group]:
@@ -531,7 +538,7 @@ ROWS = (
         "is computed.",
     ),
     Row(
-        "a block needs a norm",
+        "A block needs a norm",
         "Without norms a transformer learns badly.",
         "Ba et al. 2016 introduced LayerNorm; this chapter's step 05",
         "python step_05_train-the-norms-side-by-side.py",
@@ -547,7 +554,7 @@ ROWS = (
         "Equal is more than no difference seen: the whole interval lies within 0.02 nats of 0.",
     ),
     Row(
-        "recentring adds little",
+        "Recentring adds little",
         "Taking the mean out, which LayerNorm does and RMSNorm doesn't, changes next to nothing.",
         "Zhang & Sennrich 2019, abstract: re-centering is dispensable",
         f"python ledger_runs.py --row recentring\n"
@@ -567,16 +574,16 @@ ROWS = (
         "lower rate than GELU, so that at one shared rate the comparison measures the rate.",
     ),
     Row(
-        "a wider SwiGLU is no fair winner",
+        "A wider SwiGLU is no fair winner",
         "With 4C inside, as in GELU's MLP, SwiGLU has half as many weights again in its MLP, and "
         "part of its gain is theirs.",
         "Shazeer 2020, section 2, narrows it to 2/3 for that reason",
         "python ledger_runs.py --row width",
         not_matched,
-        "Beside it stands how far the matched and the unmatched SwiGLU lie from GELU.",
+        "The other lines say how far the matched and the unmatched SwiGLU lie from GELU.",
     ),
     Row(
-        "the order of the activations",
+        "The order of the activations",
         "GEGLU and SwiGLU are the best, then ReGLU, bilinear and GLU; GELU, SiLU and ReLU follow. "
         "Taken to hold if at least three of four pairs have that order here.",
         "Shazeer 2020, table 1; ReLU² from So et al. 2021",
@@ -586,7 +593,7 @@ ROWS = (
         "0.010. Each activation stands here at its own best rate.",
     ),
     Row(
-        "norm statistics need float32",
+        "Norm statistics need float32",
         "Under bfloat16 a norm must square and average in float32.",
         "PyTorch's autocast runs layer_norm in float32; most open models' RMSNorm converts first",
         f"python ledger_runs.py --row statistics\n"
@@ -598,7 +605,7 @@ ROWS = (
         "there a square beyond 65,504 is infinite.",
     ),
     Row(
-        "a fresh model's loss is ln V",
+        "A fresh model's loss is ln V",
         "Before training a model finds all V tokens equally likely, so its loss is ln V.",
         "Karpathy 2019, A Recipe for Training Neural Networks: verify the loss at the start",
         f"python {CHAPTER_5}/step_08_start-small.py",
@@ -607,7 +614,7 @@ ROWS = (
         "in the embedding, and a tied head reads that as certainty.",
     ),
     Row(
-        "a deep model starts as stable as a shallow one",
+        "A deep model starts as stable as a shallow one",
         "However many layers a model has, its residual stream has the same size at the start.",
         "Radford et al. 2019, section 2.3, on dividing by the root of the number of writers",
         f"python {CHAPTER_5}/step_09_scale-the-residual-writers.py",
@@ -615,17 +622,18 @@ ROWS = (
         "The number is the growth of the stream through 100 layers divided by that through 2.",
     ),
     Row(
-        "tied embeddings cost nothing",
+        "Tied embeddings cost nothing",
         "One matrix for embedding and head is as good as two.",
         "Press & Wolf 2017; Hugging Face 2025, The Smol Training Playbook: at about 1 billion "
         "parameters, more layers were the better use of what tying saves",
         "python ledger_runs.py --row tied",
         tied,
         "With 95 characters the second matrix is a twentieth of the model, with 4,096 byte pairs "
-        "it is as large as all the rest. Beside it: the same numbers spent on layers.",
+        "it is larger than all blocks together. The last line spends its numbers on five layers "
+        "more instead.",
     ),
     Row(
-        "pre-norm trains deeper, and at a higher rate",
+        "Pre-norm trains deeper, and at a higher rate",
         "With the norm behind the +, deep models and high rates fail or end higher.",
         "Xiong et al. 2020, section 3, on post-norm without a warm-up",
         "python ledger_runs.py --row pre-norm",
@@ -654,7 +662,7 @@ ROWS = (
         "loss there.",
     ),
     Row(
-        "scores depend on distance alone",
+        "Scores depend on distance alone",
         "Under RoPE, moving a query and a key by equally many positions leaves their score.",
         "Su et al. 2021, section 3.2",
         "python step_08_replace-learned-positional-embeddings-with-rope.py",
@@ -662,7 +670,7 @@ ROWS = (
         "Exact but for the rounding of float32.",
     ),
     Row(
-        "more parameters at the same compute",
+        "More parameters at the same compute",
         "A layer of experts holds more parameters, and a token costs no more than before.",
         "Shazeer et al. 2017, abstract; Fedus et al. 2022",
         f"python {CHAPTER_18}/build.py --tiny",
@@ -671,7 +679,7 @@ ROWS = (
         "less by that, and pay for sending tokens about instead.",
     ),
     Row(
-        "experts end lower at equal active parameters",
+        "Experts end lower at equal active parameters",
         "A sparse model ends at a lower loss than a dense one with as many active parameters.",
         "Shazeer et al. 2017; Fedus et al. 2022, section 3",
         EXPERTS,
@@ -680,7 +688,7 @@ ROWS = (
         "experts, or 4 for the Switch, and under half a million.",
     ),
     Row(
-        "without a balance loss the router collapses",
+        "Without a balance loss the router collapses",
         "Left alone, a router sends nearly all tokens to a few experts. Taken to hold if half of "
         "the experts get less than a tenth of their fair share.",
         "Shazeer et al. 2017, section 4: the imbalance reinforces itself",
@@ -690,7 +698,7 @@ ROWS = (
         "collapsed.",
     ),
     Row(
-        "an auxiliary loss of 1 means balance",
+        "An auxiliary loss of 1 means balance",
         "The balance loss is at its least, 1, where all experts get equally many tokens; so a "
         "loss of 1 shows balance.",
         "Fedus et al. 2022, section 2.2, equation 4: least under a uniform distribution",
@@ -699,7 +707,7 @@ ROWS = (
         "Balance gives 1, but 1 doesn't give balance. Look at the loads.",
     ),
     Row(
-        "top-1 trains stably",
+        "Top-1 trains stably",
         "A router that takes one expert a token trains as smoothly as one that takes two.",
         "Fedus et al. 2022, sections 2.1 and 2.4",
         EXPERTS,
@@ -710,7 +718,7 @@ ROWS = (
         "last line.",
     ),
     Row(
-        "expert choice balances for free",
+        "Expert choice balances for free",
         "If experts choose tokens, all loads are equal, and nothing is lost.",
         "Zhou et al. 2022, who also say that it doesn't suit the writing of text",
         f"python {CHAPTER_18}/step_06_let-experts-choose-tokens.py",
@@ -719,7 +727,7 @@ ROWS = (
         "longer honest, and it can't write.",
     ),
     Row(
-        "weight decay on gains and embeddings matters",
+        "Weight decay on gains and embeddings matters",
         "Gains, biases and embeddings must be left out of weight decay.",
         "Radford et al. 2018, section 4.1: decay on all non-bias and non-gain weights",
         "python ledger_runs.py --row decay",
@@ -728,7 +736,7 @@ ROWS = (
         "by a fraction of a thousandth a step; a long run has time for what a short one has not.",
     ),
     Row(
-        "gradient clipping matters",
+        "Gradient clipping matters",
         "Without clipping the gradient's norm, training ends higher.",
         "Pascanu et al. 2013; Brown et al. 2020, appendix B: clipped at 1.0",
         "python ledger_runs.py --row clipping",

@@ -67,6 +67,7 @@ class Group:
 
     varies: str  # what sets them apart, as in "depends on the rate"
     measured: list[Measured]
+    said: list[str] | None = None  # the answers, where they were given together with others
 
     @property
     def complete(self) -> bool:
@@ -134,7 +135,7 @@ def judge_compared(evidence: Compared) -> str:
     complete = [group for group in evidence.groups if group.complete]
     if not complete:
         return NOT_YET
-    by_group = {group.varies: answers(group.measured, evidence) for group in complete}
+    by_group = {group.varies: answers(group, evidence) for group in complete}
     said = judge_answers(by_group, evidence)
     return said if len(complete) == len(evidence.groups) else said + SO_FAR
 
@@ -168,9 +169,11 @@ def what_it_depends_on(by_group: dict[str, list[str]], claimed: tuple[str, ...])
     return mixed or list(by_group)
 
 
-def answers(measured: list[Measured], evidence: Compared) -> list[str]:
-    """What may be said of each of these numbers, which differ in one thing; all are there."""
-    distances = [from_border(one.found, evidence) for one in measured]
+def answers(group: Group, evidence: Compared) -> list[str]:
+    """What may be said of each number of a complete group."""
+    if group.said is not None:
+        return group.said
+    distances = [from_border(one.found, evidence) for one in group.measured]
     intervals = [one for one in distances if isinstance(one, Interval)]
     said = iter(verdict.verdicts(intervals))
     return [

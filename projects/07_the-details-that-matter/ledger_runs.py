@@ -37,7 +37,7 @@ from shared.console import Table
 import torch
 import torch.nn as nn
 
-study = chapters.load_file(Path(__file__).with_name("study.py"))
+study = chapters.load_file(Path(__file__).with_name("study_runs.py"))
 Condition = study.Condition
 Setting = study.Setting
 Trial = study.Trial
