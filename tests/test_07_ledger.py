@@ -168,7 +168,7 @@ def test_a_rows_command_is_one(row):
             known = {
                 "--row": trained.ROWS,
                 "--sabotage": re.findall(r'"([a-z0-9-]+)"', text),
-                "--set": [value],  # test_07_readme.py runs one
+                **{flag: [value] for flag in ("--set", "--steps", "--seeds")},  # test_07_readme.py runs one
             }
             assert value in known[flag], line
 
@@ -217,6 +217,13 @@ def test_a_number_that_is_not_there_once_is_refused():
     for text in ("nothing", "a 1\na 2"):
         with pytest.raises(ValueError, match="is found"):
             rows.numbers(text, r"^a (\d)$")
+
+
+def test_the_logs_give_number_seeds_and_answer():
+    assert rows.in_log("falling-rate-6-seeds.txt", "LayerNorm", "SwiGLU") == (Interval(0.066, 0.024, 6), "higher")
+    assert rows.in_log("400-steps-16-seeds.txt", "RMSNorm", "GELU") == (Interval(0.010, 0.011, 16), "can't tell")
+    found, said = rows.default_run(7, "LayerNorm+SwiGLU")
+    assert str(found) == "-0.092 ± 0.029" and found.n == 6 and said == "lower"
 
 
 def test_agreement_by_hand():

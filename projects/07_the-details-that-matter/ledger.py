@@ -186,8 +186,8 @@ def page() -> str:
             "A difference is taken at equal seeds: its mean and 95 % interval, in nats of "
             "validation loss, below 0 if the first is better. Within a row the measurements that "
             "differ in one thing are corrected together; the rows are not corrected for each "
-            "other, so of twenty verdicts one may be chance. A line marked (beside) is shown and not "
-            "judged."
+            "other, so of twenty verdicts one may be chance. A line marked (beside) is shown and "
+            "not judged."
         ),
         full_table(),
         "## What people look for first",
@@ -312,9 +312,9 @@ def beyond() -> str:
     studied = from_study()
     if studied:
         return SUITS + studied
-    falling = rows.in_log("falling-rate-6-seeds.txt", "LayerNorm", "SwiGLU").verdict
+    _, said = rows.in_log("falling-rate-6-seeds.txt", "LayerNorm", "SwiGLU")
     return (
-        f"{SUITS}at a rate that falls to 0, SwiGLU was {falling} than GELU. "
+        f"{SUITS}at a rate that falls to 0, SwiGLU was {said} than GELU. "
         "The README has the command."
     )
 

@@ -60,20 +60,31 @@ def numbers(text: str, pattern: str) -> list[float]:
     return [float(number.replace(",", "")) for number in groups]
 
 
-def default_run(chapter: int, variant: str) -> Interval:
-    """The difference to the baseline in a chapter's default run."""
+def default_run(chapter: int, variant: str) -> tuple[Interval, str]:
+    """The difference to the baseline in a chapter's default run, and what that said of it."""
     record = json.loads(expected(chapter, "results.json"))
     (of_variant,) = [one for one in record["variants"] if one["variant"] == variant]
     found = of_variant["difference"]
-    return Interval(found["mean"], found["half_width"], found["n"])
+    return Interval(found["mean"], found["half_width"], found["n"]), found["verdict"]
 
 
-def in_log(name: str, norm: str, mlp: str) -> Interval:
-    """The difference to the baseline in a committed log of this chapter's experiment."""
+SAID = {
+    "lower": "lower",
+    "higher": "higher",
+    "equal": "equal",
+    "can't tell": "can't tell",
+    "no difference seen": "can't tell",  # as the older logs have it
+}
+
+
+def in_log(name: str, norm: str, mlp: str) -> tuple[Interval, str]:
+    """The difference to the baseline in a log of this chapter's experiment, and its verdict."""
     text = expected(7, name)
-    mean, half = numbers(text, rf"^{norm} +{mlp} .* ([+-]\d\.\d+) ± (\d\.\d+) ")
+    line = rf"^{norm} +{mlp} .* ([+-]\d\.\d+) ± (\d\.\d+) "
+    mean, half = numbers(text, line)
     first, last = numbers(text, r"seeds (\d+) to (\d+)$")
-    return Interval(mean, half, int(last - first) + 1)
+    said = re.search(rf"{line}+({'|'.join(SAID)})", text, re.MULTILINE)[3]
+    return Interval(mean, half, int(last - first) + 1), SAID[said]
 
 
 def printed(page: int, label: str) -> Interval:
@@ -114,7 +125,8 @@ BASELINE = "LayerNorm+GELU"
 SWIGLU = "LayerNorm+SwiGLU"
 TINY = "d_model 64, 2 layers"
 MAKE_TINY = f"{TINY}, 200 steps, rate 0.003, 6 seeds"
-MAKE_TINY_FALLING = f"{TINY}, 200 steps, rate from 0.002 to 0, 6 seeds"
+FALLING = f"{TINY}, 200 steps, rate from 0.002 to 0, 6 seeds"
+LONGER = f"{TINY}, 400 steps, rate 0.003, 16 seeds"
 BEST = "each at its own best rate"
 
 
@@ -180,16 +192,16 @@ def study_groups(variant: str) -> list[Group]:
 
 
 def shared_rates(norm: str, mlp: str) -> Group:
-    """make tiny, and the same with a rate that falls."""
+    """make tiny, and runs like it with another rate, budget or start; each with its own answer."""
     variant = f"{norm}+{mlp}"
-    falling = in_log("falling-rate-6-seeds.txt", norm, mlp)
-    return Group(
-        "the learning rate",
-        [
-            Measured("one shared rate, constant", default_run(7, variant), MAKE_TINY),
-            Measured("one shared rate, falling", falling, MAKE_TINY_FALLING),
-        ],
-    )
+    runs = [
+        ("one shared rate, constant", MAKE_TINY, default_run(7, variant)),
+        ("one shared rate, falling", FALLING, in_log("falling-rate-6-seeds.txt", norm, mlp)),
+        ("constant, 400 steps", LONGER, in_log("400-steps-16-seeds.txt", norm, mlp)),
+        ("the same from 1/√inputs", LONGER, in_log("400-steps-16-seeds-fan-in.txt", norm, mlp)),
+    ]
+    measured = [Measured(label, found, scope) for label, scope, (found, _) in runs]
+    return Group("the learning rate", measured, [said for _, _, (_, said) in runs])
 
 
 # ---------------------------------------------------------------- norms
@@ -519,7 +531,9 @@ def clipping() -> Compared:
 # ---------------------------------------------------------------- the rows
 
 TINY_COMMANDS = """python build.py --tiny
-python build.py --set learning_rate=2e-3 --set warmup=10 --set final_rate=0"""
+python build.py --set learning_rate=2e-3 --set warmup=10 --set final_rate=0
+python build.py --steps 400 --seeds 16
+python build.py --steps 400 --seeds 16 --set init_std=fan_in"""
 EXPERTS = "python ledger_runs.py --row experts"
 CHAPTER_5 = "../05_your-gpt-from-a-blank-file"
 CHAPTER_18 = "../18_mixture-of-experts"
