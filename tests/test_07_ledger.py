@@ -73,6 +73,8 @@ def test_a_single_measurement(found, claimed, said):
         ([[LOWER, HIGHER], [LOWER, EQUAL]], "depends on thing 1 and thing 2"),
         ([[LOWER], [HIGHER]], "depends on thing 1 and thing 2"),  # each agrees with itself
         ([[LOWER, WIDE]], "holds"),  # half of them answer
+        ([[EQUAL, WIDE]], "equal within 0.02"),
+        ([[LOWER, WIDE], [HIGHER, HIGHER]], "depends on thing 1 and thing 2"),  # no answer is no side
         ([[LOWER, WIDE, WIDE]], "can't tell"),
         ([[LOWER, HIGHER, WIDE, WIDE]], "depends on thing 1"),
         ([[LOWER, HIGHER, WIDE, WIDE, WIDE]], "can't tell"),
