@@ -353,6 +353,9 @@ def train_missing(
     parts: dict[str, list[Condition]], store: Store, first_seed: int, workers: int
 ) -> Iterator[tuple[str, Losses]]:
     """Train what is missing, part by part; yield each part's losses when it is complete."""
+    known = {t for c in parts.values() for t in reached(c, store.read, first_seed)}
+    if known:
+        console.say(f"{len(known)} runs are there already.")
     began = time.monotonic()
     spent = 0.0
     for part, conditions in parts.items():
