@@ -72,6 +72,7 @@ VARIANTS = {
 SCHEDULES = {
     "constant": {"warmup": 0.0, "final_rate": 1.0},
     "cosine": {"warmup": 0.05, "final_rate": 0.0},  # warmup: a part of the steps
+    "cosine, long warm-up": {"warmup": 0.25, "final_rate": 0.0},
 }
 
 # Which matrices start from N(0, 1/inputs); all others start from N(0, 0.02²).
