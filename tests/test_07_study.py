@@ -28,9 +28,14 @@ def made_up(conditions, loss_of, first_seed=1):
     return study.reached(conditions, lambda trial: {trial: loss_of(trial)}, first_seed)
 
 
-def valley_at(rate, depth=0.0):
-    """A loss that rises to both sides of a rate, and differs from seed to seed."""
-    return lambda trial: 2 + depth + abs(math.log2(trial.rate / rate)) + trial.seed / 100
+def valley_at(rate):
+    """A loss that rises to both sides of a rate; it differs by seed, and by where the model is compared."""
+
+    def loss(trial):
+        where = trial.setting.steps + trial.setting.d_model
+        return 2 + abs(math.log2(trial.rate / rate)) + trial.seed / 100 + where / 1000
+
+    return loss
 
 
 # ---------------------------------------------------------------- choice and verdict
@@ -192,10 +197,12 @@ def test_an_interrupted_study_loses_the_run_under_way_and_no_other(here, monkeyp
     with pytest.raises(KeyboardInterrupt):
         dict(study.train_missing(parts, study.Store(tmp_path / "broken"), 1, 2))
     assert len(list((tmp_path / "broken").iterdir())) == 3
+    assert "already" not in capsys.readouterr().out
     here.clear()
     again = dict(study.train_missing(parts, study.Store(tmp_path / "broken"), 1, 2))
     assert len(here) == len(everything) - 3 and set(here) == set(everything[3:])
     assert again == whole
+    assert "3 runs are there already." in capsys.readouterr().out
 
     path = study.Store(tmp_path / "broken").path(here[0])
     path.write_text("{", encoding="utf-8")
@@ -329,14 +336,21 @@ def test_a_best_rate_at_the_edge_is_said():
 
 
 @pytest.mark.parametrize(
-    ("mean", "agrees"),
-    [(-0.100, "yes"), (-0.1050, "yes"), (-0.1059, "not in value"), (0.0, "no: lower / equal")],
+    ("mean", "spread", "agrees"),
+    [
+        (-0.100, 0.005, "yes"),
+        (-0.1050, 0.005, "yes"),
+        (-0.1059, 0.005, "not in value"),
+        (-0.1059, 0.006, "not in value"),  # ours lies within theirs, theirs not within ours
+        (-0.1050, 0.004, "not in value"),  # and the other way round
+        (0.0, 0.005, "no: lower / equal"),
+    ],
 )
-def test_two_studies_side_by_side(mean, agrees):
-    """The first: −0.100 ± 0.00575."""
+def test_two_studies_side_by_side(mean, spread, agrees):
+    """The first: −0.100 ± 0.00575; the second: mean ± 1.15 · spread."""
     part = part_of([Condition(Setting(), (GELU, SWIGLU))])
     ours = report.Study("Ours", 1, made_up(part.conditions, with_difference(-0.1, 0.005)))
-    theirs = report.Study("Theirs", 101, made_up(part.conditions, with_difference(mean, 0.005), 101))
+    theirs = report.Study("Theirs", 101, made_up(part.conditions, with_difference(mean, spread), 101))
     head, table = report.say_beside(part, ours, theirs)
     assert [row[-1] for row in table.rows] == [agrees]
     assert head.startswith(f"Ours / Theirs: {int(agrees == 'yes')} of 1 rows agree")
@@ -375,6 +389,15 @@ def test_the_committed_results_give_the_committed_tables(path, tmp_path, monkeyp
     monkeypatch.setattr(report, "draw_differences", lambda *_: None)
     assert report.main(["--report", "--part", path.stem, "--output-dir", str(tmp_path)]) == 0
     assert (tmp_path / path.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(COMMITTED.glob("budgets.json")), ids=lambda path: path.stem)
+def test_the_code_of_today_gives_a_committed_number(path, tmp_path):
+    """The first of the runs of 100 steps, within what machines differ by."""
+    trial, loss = next(item for item in study.read_rows(path).items() if item[0].setting.steps == 100)
+    context = study.Context(study.Store(tmp_path), {trial.setting.text: study.load_text(trial.setting.text)})
+    assert study.train_trial(context, trial, print) == pytest.approx(loss, abs=0.002)
 
 
 def test_a_report_of_nothing_is_refused(tmp_path, monkeypatch):

@@ -58,17 +58,17 @@ class Part:
     trend: bool = False  # does the difference change with each doubling of the axis?
 
 
-def valley(start: str = "0.02", variants: tuple[str, ...] = MLPS, clip: float = 1.0) -> Condition:
+def valley(start: str = "0.02", variants: tuple[str, ...] = MLPS, **others) -> Condition:
     """A condition that only asks where the valley of loss against rate lies: no verdict."""
-    setting = Setting(steps=400, start=start, clip=clip)
-    return Condition(setting, variants, GRID[:5], choosing=4, judging=0, fine=False)
+    setting = Setting(steps=400, start=start, **others)
+    return Condition(setting, variants, GRID[:5], choosing=3, judging=0, fine=False)
 
 
 PARTS = {
     "rates": Part(
         "Each variant at its own best rate",
         "schedule",
-        [Condition(Setting(schedule=name), FOUR, GRID) for name in study.SCHEDULES],
+        [Condition(Setting(schedule=name), FOUR, GRID) for name in ("constant", "cosine")],
         "valleys",
     ),
     "budgets": Part(
@@ -106,11 +106,12 @@ PARTS = {
             valley(variants=(*MLPS, RELU2)),
             valley(variants=("RMSNorm+GELU", "RMSNorm+SwiGLU")),
             valley(clip=1e9),
+            valley(schedule="cosine, long warm-up"),
             valley("fan_in", (*MLPS, RELU2)),
             valley("fan_in in the MLP"),
             valley("fan_in in attention"),
-            valley("fan_in in the gate", MLPS[1:]),
-            valley("fan_in in up", MLPS[1:]),
+            valley("fan_in in the gate", ("LayerNorm+SwiGLU",)),
+            valley("fan_in in up", ("LayerNorm+SwiGLU",)),
         ],
         "valleys",
     ),
@@ -240,7 +241,11 @@ def place(condition: Condition, axis: str) -> str:
     """Where a condition stands, for the first column of a table."""
     value = getattr(condition.setting, axis)
     text = f"{value:,}" if isinstance(value, int) else str(value)
-    return text if condition.setting.clip == 1 else f"{text}, no clipping"
+    if condition.setting.clip != 1:
+        text += ", no clipping"
+    if condition.setting.schedule == "cosine, long warm-up":
+        text += ", long warm-up"
+    return text
 
 
 def rate_cell(row: Row) -> str:

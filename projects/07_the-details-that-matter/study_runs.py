@@ -72,6 +72,7 @@ VARIANTS = {
 SCHEDULES = {
     "constant": {"warmup": 0.0, "final_rate": 1.0},
     "cosine": {"warmup": 0.05, "final_rate": 0.0},  # warmup: a part of the steps
+    "cosine, long warm-up": {"warmup": 0.25, "final_rate": 0.0},
 }
 
 # Which matrices start from N(0, 1/inputs); all others start from N(0, 0.02²).
@@ -353,6 +354,9 @@ def train_missing(
     parts: dict[str, list[Condition]], store: Store, first_seed: int, workers: int
 ) -> Iterator[tuple[str, Losses]]:
     """Train what is missing, part by part; yield each part's losses when it is complete."""
+    known = {t for c in parts.values() for t in reached(c, store.read, first_seed)}
+    if known:
+        console.say(f"{len(known)} runs are there already.")
     began = time.monotonic()
     spent = 0.0
     for part, conditions in parts.items():
