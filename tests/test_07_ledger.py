@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared import chapters, cli, training, verdict
+from shared import chapters, training, verdict
 from shared.console import UserError
 from shared.verdict import Interval
 
@@ -526,7 +526,12 @@ def test_the_command_trains_what_is_missing_and_writes_the_row(monkeypatch, tmp_
     assert "seed 4: 2.000" not in capsys.readouterr().out  # nothing is trained twice
 
 
-def test_the_flags_are_these():
+def test_a_row_that_is_no_row_is_refused_in_a_line():
     with pytest.raises(UserError, match="invalid choice: 'nonsense'"):
         trained.main(["--row", "nonsense"])
-    assert cli.natural("3") == 3 and verdict.DELTA == 0.02
+
+
+def test_the_list_shows_the_lines_that_each_model_exchanges(capsys):
+    assert trained.main(["--list", "--row", "recentring"]) == 0
+    said = capsys.readouterr().out
+    assert "        + wide = wide - wide.mean(-1, keepdim=True)\n" in said and "experts" not in said

@@ -4,7 +4,7 @@ As in study.py, every model is trained at several rates, and compared at its own
 that had no part in choosing it. A model here is a chapter's build with fields of its config changed
 or lines of its code exchanged.
 
-    python ledger_runs.py                     all of them: some two hours on two cores
+    python ledger_runs.py                     all of them: some forty minutes on two idle cores
     python ledger_runs.py --row recentring    one of them
     python ledger_runs.py --list              their names, and what each changes
     python ledger_runs.py --report            train nothing; say what is committed
@@ -469,10 +469,10 @@ def table_of(condition: Condition, found: Found) -> Table:
     return Table(["model", "rate", "valid", "difference", "verdict"], rows)
 
 
-def listing() -> str:
+def listing(rows: dict[str, dict[str, Condition]]) -> str:
     """Each row's models, and the lines that each exchanges."""
     lines = []
-    for row, conditions in ROWS.items():
+    for row, conditions in rows.items():
         lines.append(row)
         names = dict.fromkeys(name for c in conditions.values() for name in c.variants)
         for name in names:
@@ -521,7 +521,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv, here / "outputs" / "ledger")
     rows = {options.row: ROWS[options.row]} if options.row else ROWS
     if options.list:
-        console.say(listing())
+        console.say(listing(rows))
         return 0
     if options.report:
         return report(rows, here / "expected" / "ledger")
