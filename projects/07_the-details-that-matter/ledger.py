@@ -426,7 +426,8 @@ def say_row(number: int) -> None:
     row = ROWS[number - 1]
     evidence = row.evidence()
     console.say(textwrap.fill(f"{row.claim} ({row.source}.)", console.COLUMNS))
-    console.say(f"\n{rule.judge(evidence)}\n")
+    console.say(f"\n{rule.judge(evidence)}")
+    console.say()
     console.say(details(evidence))
     note = " ".join(filter(None, [claimed(evidence), row.note]))
     console.say(f"\n{textwrap.fill(note, console.COLUMNS)}\n\n{indented(row.command)}")

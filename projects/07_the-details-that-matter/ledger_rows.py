@@ -301,8 +301,10 @@ def order_of_activations() -> Compared:
     condition = trained.ROWS["activations"]["800 steps"]
     models = tried("activations", "800 steps")
     label = "agreement with the published order, 1: all pairs, 0: half of them"
+    claimed = ("higher", "equal")
+    border = {"border": 0.5, "delta": 0.01, "unit": "Kendall's tau"}
     if models is None:
-        return Compared(("higher",), [Group("", [Measured(label, None)])])
+        return Compared(claimed, [Group("", [Measured(label, None)])], **border)
     losses = {name: model.values() for name, model in models.items()}
     seeds = set.intersection(*(set(by_seed) for by_seed in losses.values()))
     taus = []
@@ -323,7 +325,7 @@ def order_of_activations() -> Compared:
             if name in SHAZEER:
                 label += f" (published: {SHAZEER[name] - SHAZEER['ReLU']:+.3f})"
             beside.append(minus(condition, models, name, "ReLU", label))
-    return Compared(("higher", "equal"), [Group("", [tau])], 0.5, 0.01, "", beside)
+    return Compared(claimed, [Group("", [tau])], **border, beside=beside)
 
 
 # ---------------------------------------------------------------- the start
@@ -374,7 +376,8 @@ def pre_norm() -> Compared:
         compared("pre-norm", "12 layers", post, pre),
     ]
     rates = [
-        compared("pre-norm", "12 layers", post, pre, BEST),
+        compared("pre-norm", "12 layers", post, pre, f"{BEST}, which climbs and falls"),
+        compared("pre-norm", "12 layers, no warm-up", post, pre, f"{BEST}, constant from the start"),
         compared("pre-norm", "12 layers, a high rate", post, pre, "both at 0.016"),
     ]
     return Compared(("higher",), [Group("the depth", depths), Group("the rate", rates)])
@@ -476,7 +479,8 @@ def collapse() -> Compared:
         measured.append(Measured(f"starved experts, {name}", part, scope, ".2f"))
         beside.append(Measured(f"MaxVio, {name}", most, scope, ".2f"))
     groups = [Group("the router", measured)]
-    return Compared(("higher", "equal"), groups, 0.5, 0.01, "of the experts", beside)
+    unit = "part of the experts"
+    return Compared(("higher", "equal"), groups, border=0.5, delta=0.01, unit=unit, beside=beside)
 
 
 def one_is_balance() -> Law:
@@ -652,7 +656,8 @@ ROWS = (
         "Xiong et al. 2020, section 3, on post-norm without a warm-up",
         "python ledger_runs.py --row pre-norm",
         pre_norm,
-        "All differences are post-norm minus pre-norm, with 5 % of the steps as warm-up. The "
+        "All differences are post-norm minus pre-norm. Where the rate falls, 5 % of the steps are a "
+        "warm-up; the paper's point is that post-norm needs one. The "
         "paper trains 6 layers of 512 for translation, and BERT; 12 layers of 64 after 200 steps "
         "are a small part of that. Step 13 shows the gradients at the start: the first layers of "
         "post-norm don't starve, and what differs is the last layer.",

@@ -187,6 +187,9 @@ ROWS = {
     "pre-norm": {
         "2 layers": pair(200, GELU_NAME, "post-norm"),
         "12 layers": pair(200, "pre-norm, 12 layers", "post-norm, 12 layers"),
+        "12 layers, no warm-up": pair(
+            200, "pre-norm, 12 layers", "post-norm, 12 layers", schedule="constant"
+        ),
         "12 layers, a high rate": at_high_rate(200, "pre-norm, 12 layers", "post-norm, 12 layers"),
     },
     "rope": {
