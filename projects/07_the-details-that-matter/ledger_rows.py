@@ -376,8 +376,8 @@ def pre_norm() -> Compared:
         compared("pre-norm", "12 layers", post, pre),
     ]
     rates = [
-        compared("pre-norm", "12 layers", post, pre, f"{BEST}, which climbs and falls"),
-        compared("pre-norm", "12 layers, no warm-up", post, pre, f"{BEST}, constant from the start"),
+        compared("pre-norm", "12 layers", post, pre, f"{BEST}, with a warm-up"),
+        compared("pre-norm", "12 layers, no warm-up", post, pre, f"{BEST}, without one"),
         compared("pre-norm", "12 layers, a high rate", post, pre, "both at 0.016"),
     ]
     return Compared(("higher",), [Group("the depth", depths), Group("the rate", rates)])
@@ -656,10 +656,9 @@ ROWS = (
         "Xiong et al. 2020, section 3, on post-norm without a warm-up",
         "python ledger_runs.py --row pre-norm",
         pre_norm,
-        "All differences are post-norm minus pre-norm. Where the rate falls, 5 % of the steps are a "
-        "warm-up; the paper's point is that post-norm needs one. The "
-        "paper trains 6 layers of 512 for translation, and BERT; 12 layers of 64 after 200 steps "
-        "are a small part of that. Step 13 shows the gradients at the start: the first layers of "
+        "All differences are post-norm minus pre-norm. Where the rate falls, 5 % of the steps are "
+        "a warm-up; the paper's point is that post-norm needs one. It trains 6 layers of 512 for "
+        "translation, and BERT; 12 layers of 64 after 200 steps are a small part of that. Step 13 shows the gradients at the start: the first layers of "
         "post-norm don't starve, and what differs is the last layer.",
     ),
     Row(
