@@ -658,8 +658,9 @@ ROWS = (
         pre_norm,
         "All differences are post-norm minus pre-norm. Where the rate falls, 5 % of the steps are "
         "a warm-up; the paper's point is that post-norm needs one. It trains 6 layers of 512 for "
-        "translation, and BERT; 12 layers of 64 after 200 steps are a small part of that. Step 13 shows the gradients at the start: the first layers of "
-        "post-norm don't starve, and what differs is the last layer.",
+        "translation, and BERT; 12 layers of 64 after 200 steps are a small part of that. Step 13 "
+        "shows the gradients at the start: the first layers of post-norm don't starve, and what "
+        "differs is the last layer.",
     ),
     Row(
         "RoPE learns faster than learned positions",
