@@ -33,7 +33,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 CONTEXT = 32  # tokens
-SETTINGS = training.TrainingSettings(steps=200, batch_size=16)
+SETTINGS = training.TrainingSettings(steps=120, batch_size=16)
 HEALTHY_STARTS = 5  # healthy models that say how far apart healthy models end
 
 
@@ -505,7 +505,7 @@ SABOTAGES = (
         name="exchanged-gate",
         edits=edit(GATED, "F.silu(self.up_proj(x)) * self.gate_proj(x)"),
         later=True,
-        predicts="exchanged after training, the validation loss jumps by more than 0.1 nats",
+        predicts="exchanged after training, the validation loss jumps by more than 0.05 nats",
         explains=(
             "The gate goes through the activation and up doesn't, and in training each matrix "
             "learned its own part. Exchanged before training it would be the same model under "
@@ -515,7 +515,7 @@ SABOTAGES = (
         loud=False,
         instrument="evaluation",
         also_trips=("activation",),
-        sizes=lambda healthy, broken: broken.number > 0.1,
+        sizes=lambda healthy, broken: broken.number > 0.05,
     ),
     Sabotage(
         name="gelu-for-silu",
@@ -637,7 +637,7 @@ SABOTAGES = (
         loud=False,
         instrument="diagonal",
         also_trips=("origin",),
-        sizes=lambda healthy, broken: broken.number > 0.1,
+        sizes=lambda healthy, broken: broken.number > 0.05,
     ),
     Sabotage(
         name="turned-values",
