@@ -308,6 +308,11 @@ def test_the_figures_are_there():
         assert (FOLDER / "expected" / name).stat().st_size > 5_000
 
 
+def test_the_readmes_count_the_claims():
+    assert f"# {len(rows.ROWS)} claims about" in (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f": {len(rows.ROWS)} claims," in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_section_is_replaced_and_nothing_else():
     text = "# Page\n\n## A\n\nold\n\n## B\n\nstays\n"
     assert ledger.with_section(text, "A", "new") == "# Page\n\n## A\n\nnew\n\n## B\n\nstays\n"
@@ -489,7 +494,8 @@ def test_each_model_is_judged_at_its_own_best_rate(tmp_path):
     gap = trained.difference(outcomes["b"], outcomes["a"])
     assert gap.mean == pytest.approx(-0.1) and gap.half_width == pytest.approx(0, abs=1e-9) and gap.n == 6
     trained.write_rows(tmp_path / "row.json", found)
-    assert trained.read_rows(tmp_path / "row.json") == found
+    assert trained.read_rows(tmp_path / "row.json") == {trial: trained.short(one) for trial, one in found.items()}
+    assert trained.short({"loss": 1.23456789, "load": [0.1], "dead": 2}) == {"loss": 1.234568, "load": [0.1], "dead": 2}
     (last, *_) = [trial for trial in found if trial.seed == 9]
     assert trained.outcomes(condition, {t: one for t, one in found.items() if t != last}) is None
 

@@ -398,10 +398,15 @@ def file_of(folder: Path, row: str) -> Path:
 
 def write_rows(path: Path, found: Found) -> None:
     """The runs of a row of the ledger, one a line."""
-    rows = [[*asdict(t.setting).values(), t.rate, t.seed, one] for t, one in found.items()]
+    rows = [[*asdict(t.setting).values(), t.rate, t.seed, short(one)] for t, one in found.items()]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=str))
     columns = json.dumps(COLUMNS)
     files.write_text(path, f'{{"columns": {columns},\n"runs": [\n{lines}\n]}}\n')
+
+
+def short(found: dict) -> dict:
+    """The same with six digits behind the point."""
+    return json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 6))
 
 
 def read_rows(path: Path) -> Found:
