@@ -310,6 +310,25 @@ def test_each_variant_is_judged_at_its_own_best_rate():
     assert row.difference.mean == pytest.approx(0.0) and row.judged.said == "equal"
 
 
+def test_a_run_that_diverged_is_left_out_and_said():
+    part = part_of([Condition(Setting(), (GELU, SWIGLU))])
+    plain = with_difference(-0.1, 0.01)
+    losses = made_up(part.conditions, lambda t: None if (t.setting.variant, t.seed) == (SWIGLU, 6) else plain(t))
+    row = report.find(part, losses, 1).rows[1]
+    assert (row.diverged, row.difference.n, row.judged.said) == ([6], 5, "lower")
+    assert f"Left out, since it diverged: {SWIGLU} at 800, seed 6." in report.say_part("one", part, losses, 1)
+
+
+def test_a_killed_worker_and_a_full_disk_are_one_line(here, monkeypatch, tmp_path):
+    full = study.Store(tmp_path / "file")
+    full.folder.write_text("no folder", encoding="utf-8")
+    with pytest.raises(UserError, match="a finished run can't be kept: .*file"):
+        full.write(Trial(Setting(), 1e-3, 1), 2.0)
+    monkeypatch.setattr(runs, "run_jobs", lambda function, context, jobs, *_: [(jobs[0], runs.WorkerDied(-9))])
+    with pytest.raises(UserError, match=r"a worker process was killed \(exit code -9\)"):
+        list(study.train_missing({"one": [TINY]}, study.Store(tmp_path / "runs"), 1, 2))
+
+
 def test_a_trend_is_a_line_through_each_seed():
     part = part_of(
         [Condition(Setting(d_model=d), (GELU, SWIGLU), judging=n) for d, n in ((32, 6), (64, 6), (256, 4))],

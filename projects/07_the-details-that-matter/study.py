@@ -129,6 +129,7 @@ class Row:
     rate: float | None  # None while it isn't chosen
     at_edge: bool = False  # was no lower or no higher rate tried?
     losses: dict[int, float] = field(default_factory=dict)  # by the verdict's seeds
+    diverged: list[int] = field(default_factory=list)  # of those seeds
     difference: Interval | None = None
     judged: Verdict | None = None
 
@@ -146,7 +147,7 @@ class Found:
 
 
 def row_of(condition: Condition, variant: str, losses: Losses, first_seed: int) -> Row:
-    """The variant's choice and its verdict losses; a run that diverged is left out."""
+    """The variant's choice, and its losses on the verdict's seeds."""
     rate = study.best_rate(condition, variant, losses, first_seed)
     row = Row(condition, variant, rate)
     if rate is not None:
@@ -154,16 +155,19 @@ def row_of(condition: Condition, variant: str, losses: Losses, first_seed: int) 
         tried = study.mean_losses(losses, setting, study.choice_seeds(condition, first_seed))
         row.at_edge = rate in (min(tried), max(tried))
         for seed in study.verdict_seeds(condition, first_seed):
-            loss = losses.get(study.Trial(setting, rate, seed))
-            if loss is not None:
+            loss = losses.get(study.Trial(setting, rate, seed), math.nan)
+            if loss is None:
+                row.diverged.append(seed)
+            elif not math.isnan(loss):
                 row.losses[seed] = loss
     return row
 
 
-def trend(rows: list[Row], axis: str) -> Interval | None:
+def trend(rows: list[tuple[Row, Row]], axis: str) -> Interval | None:
     """By how much the difference grows with each doubling of the axis: a line for each seed.
 
-    The seeds that every row has; None of fewer than two rows, or without such a seed.
+    Each row comes with its baseline. The seeds are those that every row has; None if there are
+    none, or fewer than two rows.
     """
     by_place = [
         (math.log2(getattr(row.condition.setting, axis)), row.losses, baseline.losses)
@@ -193,7 +197,8 @@ def bottom(by_rate: dict[float, float]) -> float:
     x, y = points[lowest]
     if lowest in (0, len(points) - 1):
         return x
-    left, right = points[lowest - 1], points[lowest + 1]
+    left = points[lowest - 1]
+    right = points[lowest + 1]
     to_left = (left[1] - y) / (left[0] - x)  # the slopes to both sides
     to_right = (right[1] - y) / (right[0] - x)
     if to_right == to_left:  # all three are equally low
@@ -346,13 +351,18 @@ def caption(part: Part, first_seed: int) -> str:
     )
 
 
-def edges(found: Found, part: Part) -> list[str]:
-    """Where a best rate lies at the edge of those tried: it may be better beyond."""
-    at = [row for row in found.rows if row.at_edge]
-    if not at:
-        return []
-    names = [f"{row.variant} at {place(row.condition, part.axis)}" for row in at]
-    return ["A best rate at the edge of the rates tried: " + "; ".join(names) + "."]
+def notes(found: Found, part: Part) -> list[str]:
+    """What a reader must know besides: rates at an edge, and runs that have no loss."""
+    said = []
+    edges = [f"{r.variant} at {place(r.condition, part.axis)}" for r in found.rows if r.at_edge]
+    if edges:
+        said.append("A best rate at the edge of the rates tried: " + "; ".join(edges) + ".")
+    for row in found.rows:
+        if row.diverged:
+            where = place(row.condition, part.axis)
+            seeds = ", ".join(map(str, row.diverged))
+            said.append(f"Left out, since it diverged: {row.variant} at {where}, seed {seeds}.")
+    return said
 
 
 BOTTOM = (
@@ -373,7 +383,7 @@ def say_part(name: str, part: Part, losses: Losses, first_seed: int) -> list[str
     if part.picture == "valleys":
         head = "Validation loss by rate, mean over the seeds that choose (a factor of two apart):"
         blocks += [head, valley_table(part, losses, first_seed)]
-    blocks += [caption(part, first_seed), *edges(found, part)]
+    blocks += [caption(part, first_seed), *notes(found, part)]
     return [report.paragraph(b) if isinstance(b, str) else b for b in blocks if b]
 
 
@@ -439,7 +449,7 @@ ROOM = 0.6  # nats above the lowest point that a picture of valleys shows
 
 def draw_valleys(part: Part, losses: Losses, first_seed: int) -> "Figure":
     """Loss against rate, a panel a condition, a curve a variant; a ring marks the best."""
-    columns = min(len(part.conditions), 4)
+    columns = len(part.conditions) if len(part.conditions) < 4 else 3
     rows = math.ceil(len(part.conditions) / columns)
     figure = figures.new_figure(max(6.4, 3 * columns), 2.9 * rows + 0.9)
     panels = figure.subplots(rows, columns, sharex=True, sharey=part.axis != "text", squeeze=False)

@@ -179,7 +179,11 @@ class Store:
         return self.folder / f"{key}.json"
 
     def write(self, trial: Trial, loss: float | None) -> None:
-        files.write_json(self.path(trial), {"trial": asdict(trial), "loss": loss})
+        """Keep a finished run. UserError if there is no room for it."""
+        try:
+            files.write_json(self.path(trial), {"trial": asdict(trial), "loss": loss})
+        except OSError as error:
+            raise console.UserError(f"a finished run can't be kept: {error}") from None
 
     def read(self, trial: Trial) -> Losses:
         """The run's loss, if it is there. UserError for a file that is damaged."""
@@ -371,7 +375,10 @@ def train_missing(
             n_workers = min(workers, len(jobs))
             for trial, loss in runs.run_jobs(train_trial, context, jobs, n_workers, print):
                 if isinstance(loss, runs.WorkerDied):
-                    raise RuntimeError(f"a worker was killed (exit code {loss.exit_code})")
+                    raise console.UserError(
+                        f"a worker process was killed (exit code {loss.exit_code}), for want of "
+                        "memory perhaps; the same command goes on, with --workers 1 in less"
+                    )
                 spent += cost(trial)
                 speed = (time.monotonic() - began) / spent
                 left = console.duration(speed * cost_left(parts, store, first_seed))
