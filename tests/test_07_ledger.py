@@ -135,9 +135,12 @@ def test_work(operations, times, said):
 
 
 def test_answers_that_were_given_elsewhere_are_taken():
-    group = rule.Group("the size", [rule.Measured("", LOWER), rule.Measured("", LOWER)], ["lower", "can't tell"])
-    assert rule.answers(group, rule.Compared(("lower",), [group])) == ["lower", "can't tell"]
-    assert rule.judge(rule.Compared(("lower",), [replace(group, said=["higher", "equal"])])) == "not at this scale"
+    said = [verdict.Verdict("lower"), verdict.Verdict("can't tell", 9)]
+    group = rule.Group("the size", [rule.Measured("", LOWER), rule.Measured("", LOWER)], said)
+    assert rule.answers(group, rule.Compared(("lower",), [group])) == said
+    other = replace(group, said=[verdict.Verdict("higher"), verdict.Verdict("equal")])
+    assert rule.judge(rule.Compared(("lower",), [other])) == "not at this scale"
+    assert [ledger.in_words(one) for one in said] == ["lower", "can't tell; about 9 seeds needed"]
 
 
 def test_a_law_holds_or_is_false():

@@ -66,12 +66,19 @@ def details(evidence) -> Table:
     for group in evidence.groups:
         said = ["-"] * len(group.measured)
         if group.complete:
-            said = rule.answers(group, evidence)
+            said = [in_words(answer) for answer in rule.answers(group, evidence)]
         for one, answer in zip(group.measured, said, strict=True):
             lines.append([one.condition, str(one), answer, one.scope])
     lines += [[one.condition, str(one), "(beside)", one.scope] for one in evidence.beside]
     unit = f", {evidence.unit}" if evidence.unit else ""
     return Table(["condition", f"measured{unit}", "answer", "how"], lines)
+
+
+def in_words(answer: verdict.Verdict) -> str:
+    """An answer, or the refusal with the number of seeds that would do."""
+    if not answer.needed:
+        return answer.said
+    return f"{answer.said}; about {answer.needed} seeds needed"
 
 
 def claimed(evidence) -> str:

@@ -27,7 +27,7 @@ import math
 from dataclasses import dataclass, field
 
 from shared import verdict
-from shared.verdict import Interval
+from shared.verdict import Interval, Verdict
 
 HOLDS = "holds"
 EQUAL = "equal within "
@@ -67,7 +67,7 @@ class Group:
 
     varies: str  # what sets them apart, as in "depends on the rate"
     measured: list[Measured]
-    said: list[str] | None = None  # the answers, where they were given together with others
+    said: list[Verdict] | None = None  # the answers, where they were given together with others
 
     @property
     def complete(self) -> bool:
@@ -135,7 +135,9 @@ def judge_compared(evidence: Compared) -> str:
     complete = [group for group in evidence.groups if group.complete]
     if not complete:
         return NOT_YET
-    by_group = {group.varies: answers(group, evidence) for group in complete}
+    by_group = {
+        group.varies: [answer.said for answer in answers(group, evidence)] for group in complete
+    }
     said = judge_answers(by_group, evidence)
     return said if len(complete) == len(evidence.groups) else said + SO_FAR
 
@@ -169,7 +171,7 @@ def what_it_depends_on(by_group: dict[str, list[str]], claimed: tuple[str, ...])
     return mixed or list(by_group)
 
 
-def answers(group: Group, evidence: Compared) -> list[str]:
+def answers(group: Group, evidence: Compared) -> list[Verdict]:
     """What may be said of each number of a complete group."""
     if group.said is not None:
         return group.said
@@ -177,7 +179,8 @@ def answers(group: Group, evidence: Compared) -> list[str]:
     intervals = [one for one in distances if isinstance(one, Interval)]
     said = iter(verdict.verdicts(intervals))
     return [
-        next(said).said if isinstance(one, Interval) else without_error(one) for one in distances
+        next(said) if isinstance(one, Interval) else Verdict(without_error(one))
+        for one in distances
     ]
 
 

@@ -129,6 +129,7 @@ MODELS = {
     "top-2 alone": router(balance_weight=0.0),
     "top-2 + bias": router(router_type="bias", balance_weight=0.0),
     "top-2 of 16 alone": router(n_experts=16, balance_weight=0.0),
+    "top-2 of 32 alone": router(n_experts=32, balance_weight=0.0),
     "Switch + loss": router(router_type="switch", top_k=1, n_experts=4, d_hidden=170),
     "Switch alone": router(
         router_type="switch", top_k=1, n_experts=4, d_hidden=170, balance_weight=0.0
@@ -163,13 +164,13 @@ SWIGLU_NAME = "LayerNorm+SwiGLU"
 RMSNORM_NAME = "RMSNorm+GELU"
 ACTIVATIONS = ("ReLU", "SiLU", "LayerNorm+ReLU²", "GLU", "bilinear", "ReGLU", "GEGLU", SWIGLU_NAME)
 ROUTERS = ("dense", "top-2 + loss", "top-2 alone", "top-2 + bias", "Switch + loss")
-UNBALANCED = ("Switch alone", "top-2 of 16 alone")
+UNBALANCED = ("Switch alone", "top-2 alone", "top-2 of 16 alone", "top-2 of 32 alone")
 BYTE_PAIRS = "source, byte pairs"
 HIGH_RATE = (1.6e-2,)
 
 
-def pair(steps: int, *variants: str, **setting) -> Condition:
-    return Condition(Setting(steps=steps, **setting), variants, fine=False)
+def pair(steps: int, *variants: str, judging: int = 6, **setting) -> Condition:
+    return Condition(Setting(steps=steps, **setting), variants, judging=judging, fine=False)
 
 
 def at_high_rate(steps: int, *variants: str) -> Condition:
@@ -180,9 +181,12 @@ def at_high_rate(steps: int, *variants: str) -> Condition:
 # By row of the ledger, and in it by what sets the conditions apart. The first model of each is the
 # baseline.
 ROWS = {
-    "experts": {"400 steps": pair(400, *ROUTERS, *UNBALANCED)},
+    "experts": {
+        "balanced": pair(400, *ROUTERS, judging=10),
+        "unbalanced": pair(400, *UNBALANCED),
+    },
     "decay": {"400 steps": pair(400, "decay of all", "decay of matrices")},
-    "recentring": {"400 steps": pair(400, RMSNORM_NAME, "recentred")},
+    "recentring": {"400 steps": pair(400, RMSNORM_NAME, "recentred", judging=20)},
     "statistics": {"400 steps": pair(400, RMSNORM_NAME, "bfloat16 statistics")},
     "pre-norm": {
         "2 layers": pair(200, GELU_NAME, "post-norm"),
@@ -204,12 +208,7 @@ ROWS = {
     },
     "tied": {
         "characters": pair(400, GELU_NAME, "untied"),
-        "byte pairs": Condition(
-            Setting(steps=400, text=BYTE_PAIRS),
-            (GELU_NAME, "untied", "tied, 7 layers"),
-            judging=4,
-            fine=False,
-        ),
+        "byte pairs": pair(400, GELU_NAME, "untied", "tied, 7 layers", judging=4, text=BYTE_PAIRS),
     },
 }
 
@@ -383,7 +382,7 @@ def train_missing(conditions: list[Condition], store: Store, workers: int) -> It
 def cost(trial: Trial) -> float:
     """How long a run takes, roughly: in layers times steps."""
     model = MODELS[trial.setting.variant]
-    per_step = model.changes.get("n_layers", 2) + 2 * (model.chapter == 18)
+    per_step = model.changes.get("n_layers", 2) + model.changes.get("n_experts", 2) / 4
     return trial.setting.steps * (per_step + 5 * (trial.setting.text == BYTE_PAIRS))
 
 
