@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
@@ -288,7 +289,7 @@ def rope_figure():
 
 
 def experts_figure():
-    """Left: each router against the dense model. Right: how uneven the loads are."""
+    """Left: each router against the dense model. Right: how many experts get next to nothing."""
     loss = rows.equal_active()
     load = rows.collapse()
     figure = figures.new_figure(7.5, 2.8)
@@ -296,8 +297,13 @@ def experts_figure():
     left.axvspan(-DELTA, DELTA, color="0.9", linewidth=0)
     intervals(left, loss.groups[0].measured, "nats")
     left.set_title("loss: experts - dense", fontsize=11, loc="left")
-    intervals(right, load.beside or load.groups[0].measured, "0: balance")
-    right.set_title("load without balancing", fontsize=11, loc="left")
+    starved = [
+        replace(one, condition=one.condition.removeprefix(rows.STARVED))
+        for one in load.groups[0].measured
+    ]
+    right.axvline(load.border, color="0.5", linestyle=":")
+    intervals(right, starved, "part of the experts (dotted: collapse)")
+    right.set_title("starved experts", fontsize=11, loc="left")
     return figure
 
 

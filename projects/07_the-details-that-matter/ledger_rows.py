@@ -429,6 +429,7 @@ def by_distance() -> Law:
 
 DENSE = "dense"
 SPARSE = "top-2 + loss"
+STARVED = "starved experts, "
 
 
 def of_chapter_18(variant: str, value: Callable[[dict], float]) -> dict[int, float]:
@@ -470,13 +471,13 @@ def collapse() -> Compared:
     beside = []
     for name in trained.UNBALANCED:
         if models is None:
-            measured.append(Measured(f"starved experts, {name}", None))
+            measured.append(Measured(STARVED + name, None))
             continue
         runs = models[name].by_seed.values()
         scope = scope_of(condition.setting, [models[name]])
         part = verdict.interval([starved(run) for run in runs])
         most = verdict.interval([run["max_violation"] for run in runs])
-        measured.append(Measured(f"starved experts, {name}", part, scope, ".2f"))
+        measured.append(Measured(STARVED + name, part, scope, ".2f"))
         beside.append(Measured(f"MaxVio, {name}", most, scope, ".2f"))
     groups = [Group("the number of experts", measured)]
     unit = "part of the experts"
