@@ -302,7 +302,7 @@ def experts_figure():
         for one in load.groups[0].measured
     ]
     right.axvline(load.border, color="0.5", linestyle=":")
-    intervals(right, starved, "part of the experts (dotted: collapse)")
+    intervals(right, starved, "part of all (dotted: half)")
     right.set_title("starved experts", fontsize=11, loc="left")
     return figure
 
