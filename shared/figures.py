@@ -54,10 +54,12 @@ def curves(plan: Plan, results: list[Result]) -> Figure:
     """Training loss by step: each variant's mean over seeds, and the band of all its seeds."""
     figure = new_figure(8, 4.8)
     axes = figure.subplots()
-    for variant, colour, dash in zip(plan.names, COLOURS, DASHES):
+    for row, variant in enumerate(plan.names):
         histories = [r.history for r in results if r.run.variant == variant and r.history]
         if not histories:
             continue
+        colour = COLOURS[row % len(COLOURS)]
+        dash = DASHES[(row + row // len(COLOURS)) % len(DASHES)]  # no pair of the two comes twice
         smooth = [averages(history.losses, SMOOTH) for history in histories]
         steps = [step for step, _ in smooth[0]]
         columns = list(zip(*([loss for _, loss in run] for run in smooth), strict=True))
@@ -90,7 +92,10 @@ def curves(plan: Plan, results: list[Result]) -> Figure:
         loc="left",
         fontsize=11,
     )
-    axes.legend(frameon=False)
+    if len(plan.names) > len(COLOURS):  # below the words on guessing, which "best" doesn't see
+        axes.legend(frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 0.95))
+    else:
+        axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -115,7 +120,7 @@ def differences(plan: Plan, results: list[Result]) -> Figure:
             continue
         losses = losses_of(results, variant)
         difference, judged = found[variant]
-        colour = COLOURS[1 + row]
+        colour = COLOURS[(1 + row) % len(COLOURS)]
         for seed in losses.keys() & baseline.keys():
             gap = losses[seed] - baseline[seed]
             axes.plot(gap, row - 0.25, "o", color=colour, alpha=0.5, markersize=4, mew=0)

@@ -4,12 +4,15 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from shared.console import UserError
+
+LEFTOVER = r"\..+\.(json|pt|png|txt)\.[0-9a-f]{8}"  # the name of a file that is not yet whole
 
 
 def claim_folder(folder: Path) -> None:
@@ -42,7 +45,18 @@ def held(folder: Path) -> Iterator[None]:
             raise UserError(
                 f"another run is writing to {folder}; wait for it, or name another --output-dir"
             ) from None
-        yield
+        remove_leftovers(folder)
+        try:
+            yield
+        finally:
+            remove_leftovers(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what write_bytes() had in hand in a process that was killed. The folder is held."""
+    for path in [*folder.glob(".*"), *folder.glob("runs/.*")]:
+        if re.fullmatch(LEFTOVER, path.name):
+            path.unlink(missing_ok=True)
 
 
 def lock(handle: int) -> None:

@@ -7,13 +7,14 @@ and only then say and draw them. No sentence says more than its numbers do.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import platform
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -251,7 +252,7 @@ def settings_record(plan: Plan) -> dict:
         "preset": plan.options.preset,
         "seeds": plan.seeds,
         "training": asdict(plan.training),
-        "variants": {name: asdict(config) for name, config in plan.configs.items()},
+        "variants": {name: as_in_json(config) for name, config in plan.configs.items()},
         "corpus": {
             "name": plan.corpus.name,
             "sha256": plan.corpus.sha256,
@@ -262,6 +263,11 @@ def settings_record(plan: Plan) -> dict:
             "validation_tokens": len(plan.corpus.validation),
         },
     }
+
+
+def as_in_json(config: Any) -> dict:
+    """A config as it comes back from a JSON file, where tuples have become lists."""
+    return json.loads(json.dumps(asdict(config), default=str))
 
 
 def environment_record(plan: Plan) -> dict:

@@ -101,6 +101,7 @@ class Case:
     watched: str = "the training loss"  # damage that shows there is loud, other damage silent
     premise: str = "from seed {seed}, on the same batches"  # what healthy and broken have in common
     chapter: int | None = None  # whose build.py --edit edits
+    columns: tuple[str, ...] = ()  # instruments whose readings are columns in the table of --all
 
 
 @dataclass(frozen=True)
@@ -352,11 +353,17 @@ def run_all(case: Case, seed: int) -> int:
     rows = []
     for outcome in outcomes:
         one = outcome.sabotage
-        also = ", ".join(sorted(outcome.tripped - {one.instrument})) or "-"
-        rows.append([one.name, noise(one), one.instrument, also])
+        also = ", ".join(sorted(outcome.tripped - {one.instrument, *case.columns})) or "-"
+        columns = [outcome.broken[name].text for name in case.columns]
+        rows.append([one.name, noise(one), one.instrument, also, *columns])
     console.say()
-    console.say(Table(["sabotage", "kind", "its light", "also red"], rows))
+    console.say(Table(["sabotage", "kind", "its light", "also red", *case.columns], rows))
     console.say()
+    for name in case.columns:
+        asks = next(i.asks for i in case.instruments if i.name == name)
+        console.say(f"{name}: {asks}")
+    if case.columns:
+        console.say()
     failed = [outcome.sabotage.name for outcome in outcomes if not outcome.came_true]
     if failed:
         names = ", ".join(failed)

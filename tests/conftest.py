@@ -60,9 +60,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def group_of(nodeid: str) -> str | None:
     """The name of what stays in one worker, since its tests have models in common: the real one of
-    chapter 37, half a gigabyte, and the healthy ones that each break_it.py trains."""
+    chapter 37, half a gigabyte, the originals of chapter 38, and the healthy ones that each break_it.py
+    trains."""
     if REAL_MODEL.search(nodeid):
         return "the real model"
+    if "test_38_originals" in nodeid:
+        return "the originals"
     if found := BREAK_IT.search(nodeid):
         return f"break_it {found[1] or found[2]}"
     return None
@@ -238,7 +241,10 @@ class LoadOnce:
         if file.path != self.real.packaged_weights():
             return self.load(file)
         if self.model is None or self.state() != self.before:
-            with drawn_once():
+            import torch
+
+            # Whoever asks first may do so in inference mode, and its tensors count no changes.
+            with torch.inference_mode(False), drawn_once():
                 self.model = self.load(file)
             self.before = self.state()
         return self.model

@@ -497,6 +497,23 @@ TEMPLATES = {
         "{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}",
         ["</s>", "<|begin|>"],
     ),
+    "Command R": (
+        "{{ bos_token }}{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}"
+        "{{ '<|USER_TOKEN|>' if m['role'] == 'user' else '<|CHATBOT_TOKEN|>' }}"
+        "{{ m['content'] + '<|END_OF_TURN_TOKEN|>' }}{% endfor %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}",
+        ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|begin|>"],
+    ),
+    "Granite": (
+        "{% for m in messages %}{{ '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + m['content'] "
+        "+ '<|end_of_text|>\n' }}{% endfor %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}",
+        ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"],
+    ),
+    "DeepSeek": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+        "{% else %}{{ '<｜Assistant｜>' + m['content'] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
+        "{{ '<｜Assistant｜>' }}",
+        ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|begin|>"],
+    ),
 }
 
 

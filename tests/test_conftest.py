@@ -66,6 +66,7 @@ def test_what_fails_fails_for_all_with_the_reason(workers):
         ("tests/test_break_it.py::test_each_sabotage[07-no-eps]", "break_it 07"),
         ("tests/test_break_it.py::test_a_case_is_well_formed[18_mixture]", "break_it 18"),
         ("tests/test_05_break_it.py::test_loud[no-residual]", "break_it 05"),
+        ("tests/test_38_originals.py::test_a_recipe[qwen3]", "the originals"),
         ("tests/test_steps.py::test_step_holds[07-05_train]", None),
         ("tests/test_steps.py::test_step_keeps_to_its_form[37-05_run-it]", None),
         ("tests/test_18_dispatch.py::test_the_dispatch[(37, 5, 2, 12, 7)]", None),

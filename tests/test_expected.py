@@ -15,16 +15,21 @@ def default_plan(chapter: int) -> tuple[runs.Experiment, cli.Plan]:
     """The experiment of a chapter's default run, and its plan with less to train and evaluate."""
     build = chapters.load_build(chapter)
     preset = build.PRESETS["tiny"]
-    variants = build.variants(preset.model) if chapter == 18 else build.VARIANTS
-    experiment = {5: "OneGPT", 7: "FourWay", 18: "SparseOrDense"}[chapter]
-    plan = cli.make_plan("", preset, variants, cli.parse("", [], Path("outputs")))
+    experiment = {5: "OneGPT", 7: "FourWay", 18: "SparseOrDense", 38: "SideBySide"}[chapter]
+    options = cli.parse("", [], Path("outputs"))
+    if chapter == 38:
+        variants = build.variants(preset.model, build.DENSE)
+        plan = build.at_equal_size(cli.make_plan("", preset, variants, options))
+    else:
+        variants = build.variants(preset.model) if chapter == 18 else build.VARIANTS
+        plan = cli.make_plan("", preset, variants, options)
     training = replace(plan.training, steps=STEPS, observe_every=0)
     corpus = replace(plan.corpus, validation=plan.corpus.validation[: 2 * preset.model.block_size])
     return getattr(build, experiment)(), replace(plan, training=training, corpus=corpus)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", [5, 7, 18])
+@pytest.mark.parametrize("chapter", [5, 7, 18, 38])
 def test_a_default_run_begins_as_the_expected_one(chapter, monkeypatch, tmp_path):
     experiment, plan = default_plan(chapter)
     monkeypatch.setattr(experiment, "inspect", lambda *_: {})

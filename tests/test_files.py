@@ -85,3 +85,15 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
         with pytest.raises(UserError, match="name a folder you may write to") as error:
             files.claim_folder(folder)
         assert str(folder) in str(error.value)
+
+
+def test_what_a_killed_process_had_in_hand_goes_and_nothing_else(tmp_path):
+    runs = tmp_path / "runs"
+    names = [".a_seed-1.json.bb3b475c", "a_seed-1.json", ".a.json", ".notes.bb3b475c", ".a.json.bb3b475"]
+    for early, late in ((True, False), (False, True)):  # of a process before, of a worker meanwhile
+        files.write_text(runs / names[0], "") if early else None
+        with files.held(tmp_path):
+            assert not (runs / names[0]).exists()
+            for name in names[0 if late else 1 :]:
+                files.write_text(runs / name, "")
+        assert sorted(path.name for path in runs.iterdir()) == sorted(names[1:])

@@ -150,6 +150,17 @@ def test_all_sums_up_and_counts_failures(capsys):
     assert status == 1 and "1 of 2 predictions did NOT come true: " in out
 
 
+def test_all_has_a_column_for_each_instrument_that_the_case_names(capsys):
+    status, out = run(capsys, replace(GOOD, columns=("voltmeter",)), "--all")
+    rows = dict(re.findall(r"^(\w+) +(?:loud|silent) +(.+)$", out, re.MULTILINE))
+    assert {name: row.split() for name, row in rows.items()} == {
+        "halved": ["voltmeter", "-", "115", "V"],
+        "reddened": ["eye", "-", "229", "V"],  # in its column it needn't be named once more
+        "dusted": ["eye", "-", "230", "V"],
+    }
+    assert "\nvoltmeter: is it 230 V?\n" in out
+
+
 def test_an_edit_is_shown_as_a_diff_with_its_place_and_run(capsys):
     status, out = run(capsys, case_of(THINNED))
     assert status == 0 and "2 layers" in out and "1 layers" in out

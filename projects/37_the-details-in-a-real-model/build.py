@@ -238,9 +238,9 @@ NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>,
 class Tokenizer:
     """The byte-pair tokenizer in a GGUF file. `encoding` is tiktoken's."""
 
-    def __init__(self, file: WeightsFile):
+    def __init__(self, file: WeightsFile, patterns: dict = PATTERNS, types: set = inspection.TYPES):
         letters = byte_letters()
-        inspection.check_vocabulary(file, PATTERNS, letters, NORMAL)
+        inspection.check_vocabulary(file, patterns, letters, NORMAL, types)
         tokens = file.metadata["tokenizer.ggml.tokens"]
         marks = file.metadata["tokenizer.ggml.token_type"]
         self.n_tokens = len(tokens)
@@ -258,7 +258,7 @@ class Tokenizer:
             ids[bytes([byte])] = self.n_tokens + i
         self.encoding = tiktoken.Encoding(
             "gguf",
-            pat_str=PATTERNS[file.metadata["tokenizer.ggml.pre"]],
+            pat_str=patterns[file.metadata["tokenizer.ggml.pre"]],
             mergeable_ranks=ids,
             special_tokens=self.special,
         )
@@ -401,6 +401,10 @@ class RealGPT(modern.ModernGPT):
 
     def make_block(self, cfg: GroupedConfig) -> nn.Module:
         return RealBlock(cfg)
+
+    def make_cache(self, attn: nn.Module, n_positions: int) -> nn.Module:
+        """An attention that remembers (step 06)."""
+        return CachedAttention(attn, n_positions)
 
     def states(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> what the head reads (B, T, C).
@@ -590,7 +594,7 @@ def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
     if n_positions > longest:
         raise ValueError(f"{n_positions} positions don't fit a block_size of {longest}")
     for block in model.blocks:
-        block.attn = CachedAttention(block.attn, n_positions)
+        block.attn = model.make_cache(block.attn, n_positions)
     try:
         yield
     finally:
@@ -804,12 +808,20 @@ def experiment(
     return 0
 
 
+def open_model(file: WeightsFile, longest: int) -> tuple[Tokenizer, RealGPT]:
+    """A file's tokenizer and its model, in our blocks or, if it needs others, in chapter 38's."""
+    if inspection.for_our_blocks(file, PATTERNS):
+        return Tokenizer(file), load_model(file, longest)
+    weights = chapters.load_file(chapters.chapter_folder(38) / "weights.py")
+    return weights.open_tokenizer(file), weights.load_model(file, longest)
+
+
 def main(argv: list[str] | None = None) -> int:
     options = conversation.parse(__doc__, argv)
     started = time.perf_counter()
     file = WeightsFile(options.weights or packaged_weights())
-    tokenizer = Tokenizer(file)
-    model = load_model(file, options.context).to(options.device)
+    tokenizer, model = open_model(file, options.context)
+    model.to(options.device)
     opening = time.perf_counter() - started
     block_size = model.cfg.block_size
     if tokenizer.n_tokens != model.vocab_size:

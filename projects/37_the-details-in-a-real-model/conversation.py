@@ -38,7 +38,7 @@ def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--prompt", metavar="TEXT", help="answer this and stop")
     what.add_argument("--chat", action="store_true", help="hold a conversation")
     path = {"type": cli.not_empty, "metavar": "PATH"}
-    add("--weights", **path, help="another GGUF file of the llama architecture")
+    add("--weights", **path, help="another model's GGUF file (README.md says which)")
     add("--data", **path, help="a UTF-8 text file, or a folder of them, to measure on instead")
     add("--output-dir", **path, help="where results go (default: outputs/ here)")
     number = {"type": cli.natural, "metavar": "N"}
@@ -102,8 +102,22 @@ FORMS = {
         gap="\n",
     ),
     "[INST]": ChatForm(turn="[INST] {} [/INST]", end="</s>"),  # Mistral
+    "<|START_OF_TURN_TOKEN|>": ChatForm(  # Command R
+        turn="<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>"
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        end="<|END_OF_TURN_TOKEN|>",
+    ),
+    "<|start_of_role|>": ChatForm(  # Granite
+        turn="<|start_of_role|>user<|end_of_role|>{}<|end_of_text|>\n"
+        "<|start_of_role|>assistant<|end_of_role|>",
+        end="<|end_of_text|>",
+        gap="\n",
+    ),
+    "<｜User｜>": ChatForm(  # DeepSeek
+        turn="<｜User｜>{}<｜Assistant｜>", end="<｜end▁of▁sentence｜>"
+    ),
 }
-KNOWN = "ChatML, Llama 3, Gemma, Mistral"
+KNOWN = "ChatML, Llama 3, Gemma, Mistral, Command R, Granite, DeepSeek"
 # The instruction that a ChatML template puts before a conversation which has none of its own; or
 # the template's code for one of its own.
 INSTRUCTION = re.compile(r"<\|im_start\|>system(?:\n|\\n)[^{}<]+<\|im_end\|>(?:\n|\\n)")
@@ -134,10 +148,13 @@ def find_form(file, special: dict[str, int]) -> ChatForm | None:
     return None
 
 
-def find_start(file) -> list[int]:
-    """The ids that stand before every text: the file's first token, if it wants one."""
+def find_start(file, usual: bool = False) -> list[int]:
+    """The ids that stand before every text: the file's first token, if it wants one.
+
+    `usual`: whether its kind of tokenizer has one where the file says nothing of it.
+    """
     template = file.metadata.get("tokenizer.chat_template", "")
-    wanted = file.metadata.get("tokenizer.ggml.add_bos_token") or "bos_token" in template
+    wanted = file.metadata.get("tokenizer.ggml.add_bos_token", usual) or "bos_token" in template
     first = file.metadata.get("tokenizer.ggml.bos_token_id")
     return [first] if wanted and first is not None else []
 

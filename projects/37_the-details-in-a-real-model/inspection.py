@@ -22,6 +22,7 @@ LLAMA = "llama."
 VOCABULARY = "tokenizer.ggml."
 MOST_TOKENS = 2**20
 TYPES = {1, 2, 3, 5}  # of tokens: ordinary, unknown, steering, unused
+OWN = 4  # a token of the makers' own, which stands for its name in every text
 LARGEST_LOGIT = 1e30
 
 
@@ -96,6 +97,7 @@ FIELDS = {
     "tokenizer.ggml.eot_token_id": ID,
     "tokenizer.ggml.eom_token_id": ID,
     "tokenizer.ggml.add_bos_token": Rule(bool),
+    "tokenizer.ggml.add_space_prefix": Rule(bool),
 }
 # What our blocks can't vary: another value is refused.
 FIXED = {
@@ -104,6 +106,32 @@ FIXED = {
     "llama.attention.causal": True,
     "llama.attention.sliding_window": 0,
 }
+
+
+def for_our_blocks(file, patterns: dict[str, str]) -> bool:
+    """Whether a file asks for no more than chapter 37 has; chapter 38 reads the others.
+
+    If it is damaged, the answer may be either: both refuse it.
+    """
+    if file.metadata.get("general.architecture") != "llama":
+        return False
+
+    def field(name: str, default=None):
+        return file.metadata.get(LLAMA + name, default)
+
+    tokenizer = [file.metadata.get(VOCABULARY + name) for name in ("model", "pre")]
+    types = file.metadata.get(VOCABULARY + "token_type")
+    sizes = [field(name) for name in ("embedding_length", "attention.head_count")]
+    head_dim = sizes[0] / sizes[1] if all(type(n) is int and n > 0 for n in sizes) else None
+    others = (
+        tokenizer not in [["gpt2", pre] for pre in patterns],
+        isinstance(types, list) and OWN in types,
+        field("expert_count", 0) != 0,
+        field("rope.scaling.type", "none") not in ("none", "linear"),
+        field("attention.key_length", head_dim) != head_dim,
+        "rope_freqs.weight" in file.tensors,
+    )
+    return not any(others)
 
 
 def check_rules(file, rules: dict[str, Rule]) -> None:
@@ -206,8 +234,22 @@ def check_logits(file, logits: torch.Tensor) -> None:
             raise file.refusal("what it makes of a text are no numbers, or far too large ones")
 
 
-def check_vocabulary(file, patterns: dict[str, str], letters: dict[str, int], normal: int) -> None:
+def check_vocabulary(
+    file, patterns: dict[str, str], letters: dict[str, int], normal: int, types: set[int]
+) -> None:
     """UserError if the file holds another kind of tokenizer than ours, or half of one."""
+    model = file.metadata.get(VOCABULARY + "model")
+    pre = file.metadata.get(VOCABULARY + "pre")
+    if model != "gpt2" or not isinstance(pre, str) or pre not in patterns:
+        kind = f"{short(model)} {short(pre)}"
+        known = " or ".join(patterns)
+        raise file.refusal(f"its tokenizer is {kind}, and we know gpt2 with {known}")
+    check_tokens(file, {"merges": str}, types)
+    check_merges(file, letters, normal)
+
+
+def check_tokens(file, besides: dict[str, type], types: set[int]) -> None:
+    """UserError unless the file holds tokens of these `types`, and the lists named in `besides`."""
 
     def field(name: str):
         return file.metadata.get(VOCABULARY + name)
@@ -217,39 +259,45 @@ def check_vocabulary(file, patterns: dict[str, str], letters: dict[str, int], no
         return isinstance(values, list) and bool(values) and {type(v) for v in values} == {kind}
 
     check_rules(file, {name: rule for name, rule in FIELDS.items() if "tokenizer." in name})
-    model = field("model")
-    pre = field("pre")
-    if model != "gpt2" or not isinstance(pre, str) or pre not in patterns:
-        kind = f"{short(model)} {short(pre)}"
-        known = " or ".join(patterns)
-        raise file.refusal(f"its tokenizer is {kind}, and we know gpt2 with {known}")
+    lists = {"tokens": str, "token_type": int} | besides
+    if not all(whole(name, kind) for name, kind in lists.items()):
+        names = " and ".join(["tokens, their types", *besides])
+        raise file.refusal(f"its metadata holds no whole vocabulary: {names}")
     tokens = field("tokens")
-    marks = field("token_type")
-    if not (whole("tokens", str) and whole("token_type", int) and whole("merges", str)):
-        raise file.refusal("its metadata holds no whole vocabulary: tokens, their types and merges")
-    if len(marks) != len(tokens):
-        raise file.refusal(f"it has {len(tokens):,} tokens, and types for {len(marks):,}")
+    for name, what in {"token_type": "types", "scores": "scores"}.items():
+        if name in lists and len(field(name)) != len(tokens):
+            n_values = len(field(name))
+            raise file.refusal(f"it has {len(tokens):,} tokens, and {what} for {n_values:,}")
     for name in ("bos", "eos", "eot", "eom"):
         token = field(f"{name}_token_id")
         if token is not None and token >= len(tokens):
             raise file.refusal(f"its {name} token is number {token:,} of {len(tokens):,}")
     if field("add_bos_token") and field("bos_token_id") is None:
         raise file.refusal("it wants a first token, and doesn't say which")
-    strange = set(marks) - TYPES
+    strange = set(field("token_type")) - types
     if strange:
-        raise file.refusal(f"it has tokens of type {min(strange)}, and we know 1, 2, 3 and 5")
+        *others, last = sorted(types)
+        known = f"{', '.join(map(str, others))} and {last}"
+        raise file.refusal(f"it has tokens of type {min(strange)}, and we know {known}")
     if len(set(tokens)) < len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
         raise file.refusal(f"it lists the token {short(twice)} twice")
     if "" in tokens:
         raise file.refusal("it has a token without a letter")
+
+
+def check_merges(file, letters: dict[str, int], normal: int) -> None:
+    """UserError unless tiktoken would merge as the file's list of merges says."""
+    tokens = file.metadata[VOCABULARY + "tokens"]
+    marks = file.metadata[VOCABULARY + "token_type"]
+    merges = file.metadata[VOCABULARY + "merges"]
     ids = {token: i for i, token in enumerate(tokens) if marks[i] == normal}
-    for merge in field("merges"):
+    for merge in merges:
         left, _, right = merge.partition(" ")
         if left not in ids or right not in ids:
             raise file.refusal(f"its merge {short(merge)} is not of two of its tokens")
     # tiktoken merges the pair with the lowest id first: the ids must rise along the list of merges.
-    made = [ids.get(merge.replace(" ", ""), -1) for merge in field("merges")]
+    made = [ids.get(merge.replace(" ", ""), -1) for merge in merges]
     if -1 in made or made != sorted(made):
         raise file.refusal("its tokens are not numbered in the order of their merges")
     for token in set(ids.values()).difference(made):

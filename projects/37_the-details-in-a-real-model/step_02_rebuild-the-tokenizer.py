@@ -60,9 +60,9 @@ NORMAL = 1  # the file's mark of an ordinary token; the others, like <|im_end|>,
 class Tokenizer:
     """The byte-pair tokenizer in a GGUF file. `encoding` is tiktoken's."""
 
-    def __init__(self, file: WeightsFile):
+    def __init__(self, file: WeightsFile, patterns: dict = PATTERNS, types: set = inspection.TYPES):
         letters = byte_letters()
-        inspection.check_vocabulary(file, PATTERNS, letters, NORMAL)
+        inspection.check_vocabulary(file, patterns, letters, NORMAL, types)
         tokens = file.metadata["tokenizer.ggml.tokens"]
         marks = file.metadata["tokenizer.ggml.token_type"]
         self.n_tokens = len(tokens)
@@ -80,7 +80,7 @@ class Tokenizer:
             ids[bytes([byte])] = self.n_tokens + i
         self.encoding = tiktoken.Encoding(
             "gguf",
-            pat_str=PATTERNS[file.metadata["tokenizer.ggml.pre"]],
+            pat_str=patterns[file.metadata["tokenizer.ggml.pre"]],
             mergeable_ranks=ids,
             special_tokens=self.special,
         )

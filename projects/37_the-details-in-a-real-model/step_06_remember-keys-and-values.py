@@ -82,7 +82,7 @@ def remembering(model: RealGPT, n_positions: int) -> Iterator[None]:
     if n_positions > longest:
         raise ValueError(f"{n_positions} positions don't fit a block_size of {longest}")
     for block in model.blocks:
-        block.attn = CachedAttention(block.attn, n_positions)
+        block.attn = model.make_cache(block.attn, n_positions)  # a CachedAttention of it
     try:
         yield
     finally:

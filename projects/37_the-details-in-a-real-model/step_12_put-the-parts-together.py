@@ -35,6 +35,7 @@ gpt = chapters.load_build(5)
 modern = chapters.load_build(7)
 real = chapters.load_build(37)  # the finished chapter: what is not on this page
 inspection = real.inspection
+CachedAttention = real.CachedAttention
 GroupedQueryAttention = real.GroupedQueryAttention
 WeightsFile = real.WeightsFile
 
@@ -69,6 +70,10 @@ class RealGPT(modern.ModernGPT):
 
     def make_block(self, cfg: GroupedConfig) -> nn.Module:
         return RealBlock(cfg)
+
+    def make_cache(self, attn: nn.Module, n_positions: int) -> nn.Module:
+        """An attention that remembers (step 06)."""
+        return CachedAttention(attn, n_positions)
 
     def states(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> what the head reads (B, T, C)."""

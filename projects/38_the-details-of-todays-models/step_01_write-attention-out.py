@@ -1,0 +1,149 @@
+"""Step 01: write attention out.
+
+Up to chapter 37 the middle of attention was one call of torch's, scaled_dot_product_attention(). It
+is fast and closed: there is no place in it for a softcap or a sink. So here the formula is written
+out, in methods of which a detail overrides one:
+
+    project()    x becomes queries, keys and values
+    heads()      and queries and keys are turned: RoPE, on some channels or none (step 07)
+    weigh()      scores become weights that sum to 1
+    mix()        all of it: scores, cap (step 05), mask (step 04), weights, output
+
+This has a price: it holds all scores at once, as torch's call needn't. For 32,768 tokens they are
+32,768² in each head, 4.3 GB in float32.
+
+    python step_01_write-attention-out.py
+
+prints which of today's attentions overrides what. Shapes: B batch, T positions, C = d_model,
+H query heads, G key and value heads, D = head_dim.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds shared/
+
+from shared import chapters, cli, console
+from shared.checks import Checks
+from shared.randomness import generator
+
+gpt = chapters.load_build(5)
+modern = chapters.load_build(7)
+build = chapters.load_build(38)
+DetailedConfig = build.DetailedConfig
+rope_tables = build.rope_tables
+softcap = build.softcap
+visible = build.visible
+
+# ---------------------------------------------------------------- the idea
+
+
+class GroupedAttention(gpt.CausalSelfAttention):
+    """Chapter 37's grouped attention with its formula written out."""
+
+    def __init__(self, cfg: DetailedConfig):
+        super().__init__(cfg)
+        self.cfg = cfg
+        self.n_kv_heads = cfg.n_kv_heads
+        self.head_dim = cfg.head_dim
+        self.score_scale = cfg.score_scale or cfg.head_dim**-0.5
+        if cfg.rope_scaling is not None:
+            self.score_scale *= cfg.rope_scaling.score_factor
+        n_all = cfg.n_heads + 2 * cfg.n_kv_heads  # heads: neighbouring queries share a key head
+        self.qkv = nn.Linear(cfg.d_model, n_all * cfg.head_dim, bias=cfg.bias or cfg.qkv_bias)
+        self.proj = gpt.ResidualWriter(cfg.n_heads * cfg.head_dim, cfg.d_model, bias=cfg.bias)
+        self.n_turned = cfg.n_turned
+        self.cos = None  # plain tensors, as in chapter 07: model.bfloat16() must not round them
+        self.sin = None
+
+    @property
+    def n_cached(self) -> int:
+        """How many numbers a cache keeps of one token: its keys and values."""
+        return 2 * self.n_kv_heads * self.head_dim
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C) -> queries (B, H, T, D), keys and values (B, G, T, D), not yet turned."""
+        B, T, _ = x.shape
+        H = self.n_heads
+        G = self.n_kv_heads
+        qkv = self.qkv(x).view(B, T, H + 2 * G, self.head_dim).transpose(1, 2)
+        return qkv.split([H, G, G], dim=1)
+
+    def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin on the device of x, in float32 or better: made at the first call."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if self.cos is None or self.cos.device != x.device or self.cos.dtype != dtype:
+            cos, sin = rope_tables(self.cfg, self.n_turned)
+            self.cos = cos.to(dtype).to(x.device)
+            self.sin = sin.to(dtype).to(x.device)
+        return self.cos, self.sin
+
+    def turn(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """RoPE on the first channels of x (..., T, D), whose first position is `start`."""
+        if self.cfg.position_type != "rope":
+            return x
+        cos, sin = self.tables(x)
+        turned = modern.apply_rope(x[..., : self.n_turned], cos[start:], sin[start:])
+        return torch.cat((turned, x[..., self.n_turned :]), dim=-1)
+
+    def heads(
+        self, x: torch.Tensor, start: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, C), whose first position is `start` -> queries, keys and values to be mixed."""
+        q, k, v = self.project(x)
+        return self.turn(q, start), self.turn(k, start), v
+
+    def weigh(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (B, H, T, keys), minus infinity where hidden -> weights of sum 1."""
+        return scores.softmax(-1)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Heads -> (B, T, C). The queries are those of the last positions of the keys."""
+        shared_by = q.shape[1] // k.shape[1]  # query heads to a key head: H / G
+        k = k.repeat_interleave(shared_by, dim=1)  # (B, H, keys, D)
+        v = v.repeat_interleave(shared_by, dim=1)
+        scores = softcap(q @ k.mT * self.score_scale, self.cfg.score_cap)  # (B, H, T, keys)
+        # The cap comes first. After the mask it would make -cap of minus infinity.
+        seen = visible(q.shape[2], k.shape[2], self.cfg.window, q.device)
+        scores = scores.masked_fill(~seen, -math.inf)
+        y = self.weigh(scores) @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        q, k, v = self.heads(x)
+        return self.mix(q, k, v)
+
+
+# ---------------------------------------------------------------- look at it
+
+
+def main() -> int:
+    rows = []
+    for name, kind in build.ATTENTIONS.items():
+        own = [method for method in ("project", "heads", "weigh", "mix") if method in vars(kind)]
+        rows.append([name, ", ".join(own)])
+    console.say(console.Table(["attention", "methods of its own"], rows))
+    console.say("\nLook at the rows below the first: each detail is one method, and never mix().")
+
+    cfg = DetailedConfig(block_size=11, n_heads=6, n_kv_heads=3, d_model=30, d_head=8, window=4)
+    attention = GroupedAttention(cfg)
+    for name, p in attention.named_parameters():
+        nn.init.normal_(p, std=0.3, generator=generator(1, name))
+    x = torch.randn(2, 9, 30, generator=generator(1, "x"))
+    q, k, v = attention.heads(x)
+    checks = Checks()
+    window = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)
+    y = nn.functional.scaled_dot_product_attention(q, k, v, window, enable_gqa=True)
+    y = attention.proj(y.transpose(1, 2).flatten(2))
+    checks.close("torch's call, window 4", attention(x), y, 1e-5)
+    checks.close("the last query", attention.mix(q[:, :, 8:], k, v), attention(x)[:, 8:], 1e-5)
+    return checks.report()
+
+
+if __name__ == "__main__":
+    cli.run_step(main, __doc__)
