@@ -18,6 +18,7 @@ from shared import chapters
 
 import torch
 import torch.nn as nn
+from torch.overrides import TorchFunctionMode
 
 HERE = Path(__file__).parent
 build = chapters.load_file(HERE / "build.py")
@@ -28,7 +29,7 @@ Architecture = architectures.Architecture
 ARCHITECTURES = architectures.ARCHITECTURES
 ROPE_FACTORS = architectures.ROPE_FACTORS
 
-MOST_EXPERTS = 2**15  # in all layers together; each takes time to build, be it ever so small
+MOST_EXPERTS = 2**14  # in all layers together (DeepSeek-V3: 15,616); each takes time to build
 
 # ---------------------------------------------------------------- config
 
@@ -374,9 +375,17 @@ def as_ours(name: str, numbers: torch.Tensor, known: Architecture, head_dim: int
     return numbers
 
 
+class NoStart(TorchFunctionMode):
+    """Inside, matrices get no random start, which would take half of the time, and has no use."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not nn.init.kaiming_uniform_:
+            return function(*args, **(kwargs or {}))
+
+
 def empty_model(cfg, n_tokens: int) -> FileGPT:
     """A model of shapes without numbers: it takes no memory."""
-    with torch.device("meta"):
+    with torch.device("meta"), NoStart():
         return FileGPT(cfg, n_tokens)
 
 
