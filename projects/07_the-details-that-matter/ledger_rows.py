@@ -590,7 +590,11 @@ ROWS = (
         swiglu_better,
         "The paper's models have 12 layers of 768 in encoder and decoder, some two thousand times "
         "these parameters, all trained with one optimizer and one schedule. Here SwiGLU bears a "
-        "lower rate than GELU, so that at one shared rate the comparison measures the rate.",
+        "lower rate than GELU, so that at one shared rate the comparison measures the rate. What "
+        "holds it down is its start: at σ = 0.02 its output is a product of two small numbers. Let "
+        "the gate alone, up alone, or attention alone start at 1/√inputs, or warm up for a quarter "
+        "of the steps, and it bears two times the rate and ends much lower "
+        "(expected/study/why.txt; three seeds, 400 steps).",
     ),
     Row(
         "A wider SwiGLU is no fair winner",
