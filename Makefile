@@ -7,12 +7,15 @@ NEW_PYTHON = python3
 REAL = projects/37_the-details-in-a-real-model
 ORIGINALS = projects/38_the-details-of-todays-models
 
-.PHONY: help setup setup-real setup-test tiny full real test quick bench clean
+.PHONY: help setup setup-real setup-test tiny full real study ledger test quick bench clean
 
 help:
 	@echo "make tiny    the chapter's experiment on this CPU: norms and MLPs side by side, under a minute"
 	@echo "make full    the same at a size for one GPU (goes on without one, and says how long it will take)"
 	@echo "make real    a real pretrained model in the blocks of chapters 05 and 07 (98 MB more to install)"
+	@echo "make study   each variant at its own best rate, by budget, size, start and text: two to four hours, resumable;"
+	@echo "             one part: make study PART=rates (budgets, sizes, starts, texts, why)"
+	@echo "make ledger  what only the ledger of claims needs: some forty minutes, resumable; one row: make ledger ROW=rope"
 	@echo "make test    every test, those on the real model included"
 	@echo "make quick   the tests that train nothing, under half a minute"
 	@echo "make bench   speed, as ratios measured side by side (an idle machine, please)"
@@ -46,6 +49,12 @@ full: setup
 
 real: setup-real
 	@$(PYTHON) $(REAL)/build.py
+
+study: setup
+	@$(PYTHON) projects/07_the-details-that-matter/study.py $(if $(PART),--part $(PART))
+
+ledger: setup
+	@$(PYTHON) projects/07_the-details-that-matter/ledger_runs.py $(if $(ROW),--row $(ROW))
 
 test: setup-test
 	@$(PYTEST)

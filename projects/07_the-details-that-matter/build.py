@@ -428,10 +428,9 @@ def stream_table(results: list[runs.Result]) -> Table:
     return Table(["MLP", "stream after", *headers], rows)
 
 
-SCOPE = (
-    "At one shared rate a comparison also measures which model that rate suits: at a rate that "
-    "falls to 0, SwiGLU was higher than GELU. The README has the command."
-)
+def scope() -> str:
+    """What is known beyond one rate and budget; ledger.py writes it, from study.py's results."""
+    return (Path(__file__).parent / "expected" / "beyond.txt").read_text(encoding="utf-8").strip()
 
 
 def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
@@ -439,7 +438,7 @@ def summarize(plan: Plan, results: list[runs.Result]) -> list[str | Table]:
     blocks: list[str | Table] = []
     finding = report.finding(plan, results)
     if finding:
-        blocks += [finding, SCOPE]
+        blocks += [finding, scope()]
     blocks += [report.comparison_table(plan, results), report.caption(plan)]
     seen = [r.history.observations[-1]["step"] for r in results if r.history]
     if seen:
