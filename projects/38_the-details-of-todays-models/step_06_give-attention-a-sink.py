@@ -87,9 +87,9 @@ def with_one_more_key(attention: SinkAttention, x: torch.Tensor) -> torch.Tensor
     k = F.pad(k, (0, 0, 0, 1))  # (B, G, T + 1, D): a key of zeros at the end
     v = F.pad(v, (0, 0, 0, 1))
     T = x.shape[1]
-    added = torch.full((CFG.n_heads, T, T + 1), -torch.inf).triu(1)  # to the scores
-    added[:, :, T] = attention.sinks[:, None]  # q · 0 + sink: the last key's score
-    y = F.scaled_dot_product_attention(q, k, v, added, enable_gqa=True)
+    bias = torch.full((CFG.n_heads, T, T + 1), -torch.inf).triu(1)  # torch adds it to the scores
+    bias[:, :, T] = attention.sinks[:, None]  # so the last key's score is q · 0 + sink
+    y = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
     return attention.proj(y.transpose(1, 2).flatten(2))
 
 
