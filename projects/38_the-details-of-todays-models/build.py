@@ -914,7 +914,7 @@ RECIPES = {
     ),
     "gemma3": recipe(
         "Gemma 3",
-        "Gemma 2's with q/k norm for caps; of six layers five have a window and their own base",
+        "Gemma 2 with q/k norm and no caps; five of six layers have a window and their own base",
         norm_place="both",
         norm_gain="1 + w",
         norm_eps=1e-6,
