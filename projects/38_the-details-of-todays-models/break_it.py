@@ -633,7 +633,10 @@ SABOTAGES = (
     ),
     silent(
         "no-yarn-length",
-        ("return length * angle.cos(), length * angle.sin()", "return angle.cos(), angle.sin()"),
+        (
+            "return scaling.length * angle.cos(), scaling.length * angle.sin()",
+            "return angle.cos(), angle.sin()",
+        ),
         predicts="turned queries of gpt-oss are as long as before the turn, not 1.347 times as "
         "long; no loss shows it",
         explains="YaRN changes the speeds, and makes scores larger by 1.347², or 1.81. The second "

@@ -231,16 +231,8 @@ class RopeScaling:
     """
 
     factor: float
-
-    @property
-    def length(self) -> float:
-        """What turned queries and keys are multiplied by."""
-        return 1.0
-
-    @property
-    def score_factor(self) -> float:
-        """What scores are multiplied by."""
-        return 1.0
+    length = 1.0  # what turned queries and keys are multiplied by
+    score_factor = 1.0  # what scores are multiplied by
 
     def speeds(self, base: float, width: int) -> torch.Tensor:
         """As rope_speeds(), but slowed."""
@@ -328,13 +320,10 @@ def yarn_length(factor: float) -> float:
 
 def rope_tables(cfg: DetailedConfig, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine for `width` channels at every position, (block_size, width/2), float64."""
+    scaling = cfg.rope_scaling or RopeScaling(factor=1.0)
     position = torch.arange(cfg.block_size, dtype=torch.float64)
-    if cfg.rope_scaling is None:
-        angle = torch.outer(position, rope_speeds(cfg.rope_base, width))
-        return angle.cos(), angle.sin()
-    angle = torch.outer(position, cfg.rope_scaling.speeds(cfg.rope_base, width))
-    length = cfg.rope_scaling.length
-    return length * angle.cos(), length * angle.sin()
+    angle = torch.outer(position, scaling.speeds(cfg.rope_base, width))
+    return scaling.length * angle.cos(), scaling.length * angle.sin()
 
 
 # ---------------------------------------------------------------- attention

@@ -59,7 +59,7 @@ def window_layer(cfg: DetailedConfig) -> dict:
     """A layer that keeps the config's window."""
     if cfg.window_rope_base is None:
         return {}
-    return {"rope_base": cfg.window_rope_base, "rope_scaling": None}  # Gemma 3's; in step 07
+    return {"rope_base": cfg.window_rope_base, "rope_scaling": None}  # steps 07, 08
 
 
 LAYER_KINDS = {"full": full_layer, "window": window_layer, "no positions": blind_layer}

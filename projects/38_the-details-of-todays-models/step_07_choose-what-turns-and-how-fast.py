@@ -1,17 +1,18 @@
-"""Step 07: not every channel and not every layer has to turn at the same speeds.
+"""Step 07: choose what turns and how fast.
 
-RoPE reads the channels of a query or key two by two, each pair as a clock hand, and turns it by
-its speed times the position (chapter 07, step 08). In a score, each pair counts by the angle
-between the query's hand and the key's. So even a query that looks for exactly this key loses score
-with the distance, as more and more pairs point apart. How much it loses is a matter of choice:
+RoPE reads the channels of a query or key two by two, each pair as a clock hand, and turns the hand
+by its speed times the position (chapter 07, step 08). In a score, each pair counts by the cosine of
+the angle between the query's hand and the key's. Take a query that looks for exactly this key: in
+the same place all their hands agree. The further apart the two stand, the more hands differ, and
+the less is left of the score. A model can choose how much that is, in three ways:
 
-- The base. Pair 0 turns by 1 radian a position, pair i by base^(-2i/D). A larger base makes the
-  pairs slower, and far keys keep more of their score; but slow pairs hardly tell neighbours apart.
-  Gemma 3 (2025) has two bases. In its size 1B, it is 10,000 in the layers that see a window of 512
-  positions, and 1,000,000 in those that see all 32,768.
-- The channels. GPT-NeoX-20B turns a quarter of them (Black et al. 2022). The others compare
-  content, and the distance is nothing to them. The config's field for this part is `rotated`.
-- The layers. SmolLM3 turns nothing in every fourth layer (after Yang et al. 2025). Such a layer
+- By the base. Pair 0 turns by 1 radian a position, pair i by base^(-2i/D). With a larger base pairs
+  turn more slowly, and far keys keep more of their score; but slow pairs hardly tell neighbours
+  apart. Gemma 3 (2025) has two bases. In its size 1B, it is 10,000 in the layers that see a window
+  of 512 positions, and 1,000,000 in those that see all 32,768.
+- By the channels. GPT-NeoX-20B turns a quarter of them (Black et al. 2022): in the config, that is
+  rotated=0.25. The others compare content, whatever the distance.
+- By the layers. SmolLM3 turns nothing in every fourth layer (after Yang et al. 2025). Such a layer
   compares content alone, and the three layers between two of them deal with positions.
 
     python step_07_choose-what-turns-and-how-fast.py
@@ -30,11 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 
 from shared import chapters, cli, console, figures
 from shared.checks import Checks
-from shared.randomness import generator
 
-modern = chapters.load_build(7)
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
 DetailedConfig = build.DetailedConfig
+GroupedAttention = build.GroupedAttention  # its turn() is RoPE by such speeds; in step 01
 
 # ---------------------------------------------------------------- the idea
 
@@ -45,38 +45,8 @@ def rope_speeds(base: float, width: int) -> torch.Tensor:
     return base ** (-2 * pair / width)
 
 
-def rope_tables(cfg: DetailedConfig, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for `width` channels at every position, (block_size, width/2), float64."""
-    position = torch.arange(cfg.block_size, dtype=torch.float64)
-    if cfg.rope_scaling is None:
-        angle = torch.outer(position, rope_speeds(cfg.rope_base, width))
-        return angle.cos(), angle.sin()
-    angle = torch.outer(position, cfg.rope_scaling.speeds(cfg.rope_base, width))  # step 08
-    length = cfg.rope_scaling.length
-    return length * angle.cos(), length * angle.sin()
-
-
-def turn(x: torch.Tensor, cfg: DetailedConfig) -> torch.Tensor:
-    """x (..., T, D) with the first n_turned of D channels turned. In build.py it is a method."""
-    if cfg.position_type != "rope":
-        return x
-    cos, sin = rope_tables(cfg, cfg.n_turned)  # rotated · D channels
-    turned = modern.apply_rope(x[..., : cfg.n_turned], cos, sin)
-    return torch.cat((turned, x[..., cfg.n_turned :]), dim=-1)
-
-
-def window_layer(cfg: DetailedConfig) -> dict:
-    """A layer that sees a window; if its RoPE has a base of its own, that is not scaled either."""
-    if cfg.window_rope_base is None:
-        return {}
-    return {"rope_base": cfg.window_rope_base, "rope_scaling": None}
-
-
 def blind_layer(cfg: DetailedConfig) -> dict:
-    """A layer that sees everything and turns nothing: NoPE (Kazemnejad et al. 2023).
-
-    Layers of both sorts in turn are Yang et al.'s (2025).
-    """
+    """A layer that sees everything and turns nothing: NoPE (Kazemnejad et al. 2023)."""
     return {"window": None, "position_type": "none"}
 
 
@@ -93,22 +63,24 @@ SETTINGS = {
 DISTANCES = [2**n for n in range(15)] + [32_767]
 
 
-def score_left(cfg: DetailedConfig) -> dict[int, float]:
-    """How a query that equals the key scores, by distance: as a part of its score at distance 0.
-
-    The key is all ones, so that every pair counts alike. Scores swing a little from one distance to
-    the next, so each number is a mean over the last tenth of the distances up to it.
-    """
-    key = torch.ones(D, dtype=torch.float64)  # at position 0, where nothing is turned yet
-    scores = turn(key.expand(cfg.block_size, D), cfg) @ key / D  # (T,)
-    return {n: scores[math.ceil(0.9 * n) : n + 1].mean().item() for n in DISTANCES}
+def scores_by_distance(cfg: DetailedConfig) -> torch.Tensor:
+    """How a query that equals the key scores at each distance, as a part of that at 0: (T,)."""
+    key = torch.ones(D, dtype=torch.float64)  # every pair is as long as the others
+    queries = GroupedAttention(cfg).turn(key.expand(cfg.block_size, D), start=0)
+    return queries @ key / D  # the key is at position 0, where nothing is turned yet
 
 
-def draw_picture(left: dict[str, dict[int, float]]) -> Path:
+def left_at(scores: torch.Tensor, distance: int) -> float:
+    """A mean over the last tenth of the way: scores swing from one distance to the next."""
+    return scores[math.ceil(0.9 * distance) : distance + 1].mean().item()
+
+
+def draw_picture(scores: dict[str, torch.Tensor]) -> Path:
     figure = figures.new_figure(7, 3.6)
     axes = figure.subplots()
-    for (setting, scores), colour in zip(left.items(), figures.COLOURS):
-        axes.semilogx(scores.keys(), scores.values(), "o-", color=colour, label=setting)
+    for (setting, each), colour in zip(scores.items(), figures.COLOURS):
+        left = [left_at(each, n) for n in DISTANCES]
+        axes.semilogx(DISTANCES, left, "o-", color=colour, label=setting)
     axes.axvline(512, color="0.5", linestyle=":")
     axes.text(460, 0.72, "window", ha="right", color="0.4")
     axes.set_ylim(-0.4, 1.05)  # room for the legend
@@ -117,32 +89,29 @@ def draw_picture(left: dict[str, dict[int, float]]) -> Path:
 
 
 def main() -> int:
-    left = {setting: score_left(cfg) for setting, cfg in SETTINGS.items()}
+    scores = {setting: scores_by_distance(cfg) for setting, cfg in SETTINGS.items()}
     shown = (1, 16, 512, 32_767)
-    rows = [[setting, *(f"{scores[n]:.1%}" for n in shown)] for setting, scores in left.items()]
+    rows = [[setting, *(f"{left_at(s, n):.1%}" for n in shown)] for setting, s in scores.items()]
     console.say("A query that looks for exactly this key: what is left of its score, by distance")
     console.say()
     console.say(console.Table(["RoPE", *(f"{n:,}" for n in shown)], rows))
-    console.say(f"\npicture: {draw_picture(left)}")
-    console.say("Look at 512 in the first row and 32,767 in the second: at the far end of what it")
-    console.say("sees, each of Gemma 3's two sorts of layer still has 21 to 26 % of the score.")
+    console.say(f"\npicture: {draw_picture(scores)}")
+    near = left_at(scores["base 10,000"], 512)
+    far = left_at(scores["base 1,000,000"], 32_767)
+    console.say(f"Look at Gemma 3: at the end of a window of 512 the small base leaves {near:.0%},")
+    console.say(f"and at the end of a text of 32,768 the large one leaves {far:.0%}.")
 
     checks = Checks()
-    by_hand = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
-    checks.close("speeds, base 1,000, 6 channels", rope_speeds(1000.0, 6), by_hand, 1e-12)
+    by_hand = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)  # base 1,000, three pairs
+    checks.close("speeds by hand", rope_speeds(1000.0, 6), by_hand, 1e-12)
+    angle = torch.outer(torch.arange(32_768), rope_speeds(10_000.0, 64))  # (T, 32)
+    by_cosines = (192 + 64 * angle.cos().mean(1)) / 256  # 192 channels aren't turned
+    checks.close("a quarter turned", scores["10,000, a quarter turned"], by_cosines, 1e-9)
     gemma = DetailedConfig(**build.RECIPES["gemma3"].changes)
-    windowed = replace(gemma, **window_layer(gemma))
-    checks.equal("Gemma 3's window layers: base", windowed.rope_base, 10_000.0)
-    checks.equal("and its full ones", gemma.rope_base, 1_000_000.0)
-    cfg = DetailedConfig(block_size=7, n_heads=3, n_kv_heads=3, d_model=30, rotated=0.4)
-    x = torch.randn(7, 10, generator=generator(1, "step_07"), dtype=torch.float64)
-    angle = torch.outer(torch.arange(7), rope_speeds(cfg.rope_base, 4))
-    hands = torch.view_as_complex(x[:, :4].unflatten(1, (2, 2)))  # pairs as complex numbers
-    hands = hands * torch.polar(torch.ones_like(angle), angle)
-    expected = torch.cat((torch.view_as_real(hands).flatten(1), x[:, 4:]), dim=1)
-    checks.close("4 of 10 channels, by complex numbers", turn(x, cfg), expected, 1e-12)
-    in_build = build.GroupedAttention(cfg).turn(x, start=0)
-    checks.equal("build.py's attention: the same", in_build, turn(x, cfg))
+    window_layer = build.layer_config(gemma, 0)  # step 04: layers 0 to 4 have windows, 5 is full
+    full_layer = build.layer_config(gemma, 5)
+    checks.equal("base with a window", window_layer.rope_base, 10_000.0)
+    checks.equal("and without", full_layer.rope_base, 1_000_000.0)
     return checks.report()
 
 

@@ -37,6 +37,7 @@ from shared import chapters, cli, console, figures
 from shared.checks import Checks
 
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
+DetailedConfig = build.DetailedConfig
 rope_speeds = build.rope_speeds  # step 07
 
 # ---------------------------------------------------------------- the idea
@@ -50,16 +51,8 @@ class RopeScaling:
     """
 
     factor: float
-
-    @property
-    def length(self) -> float:
-        """What turned queries and keys are multiplied by."""
-        return 1.0
-
-    @property
-    def score_factor(self) -> float:
-        """What scores are multiplied by."""
-        return 1.0
+    length = 1.0  # what turned queries and keys are multiplied by; another number in step 09 alone
+    score_factor = 1.0  # what scores are multiplied by; the same goes for it
 
     def speeds(self, base: float, width: int) -> torch.Tensor:
         """As rope_speeds(), but slowed."""
@@ -74,7 +67,16 @@ class NTKScaling(RopeScaling):
     """
 
     def speeds(self, base: float, width: int) -> torch.Tensor:
+        # The slowest speed is base^(-(width - 2) / width). So this power divides it by `factor`.
         return rope_speeds(base * self.factor ** (width / (width - 2)), width)
+
+
+def rope_tables(cfg: DetailedConfig, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What step 01's attention turns by: cosines and sines, each (block_size, width/2), float64."""
+    scaling = cfg.rope_scaling or RopeScaling(factor=1.0)  # which changes nothing
+    position = torch.arange(cfg.block_size, dtype=torch.float64)
+    angle = torch.outer(position, scaling.speeds(cfg.rope_base, width))
+    return scaling.length * angle.cos(), scaling.length * angle.sin()
 
 
 # ---------------------------------------------------------------- look at it
@@ -89,8 +91,10 @@ TURNS = TRAINED * PLAIN / (2 * math.pi)  # how often each pair came round in tra
 
 def pairs_with_new_angles(speeds: torch.Tensor) -> int:
     """How many pairs meet an angle that is new, if they turn so in a text FACTOR times as long."""
-    further = FACTOR * speeds > PLAIN * (1 + 1e-9)  # than in training; not by rounding alone
-    return int((further & (TURNS < 1)).sum())
+    in_training = TRAINED * PLAIN  # each pair's largest angle
+    in_long_text = FACTOR * TRAINED * speeds
+    new = (TURNS < 1) & (in_long_text > in_training + 1e-6)  # a millionth may be rounding
+    return int(new.sum())
 
 
 def scalings_table(scalings: dict[str, torch.Tensor]) -> console.Table:
@@ -129,15 +133,15 @@ def main() -> int:
     console.say("The last column is the price of linear scaling.")
 
     checks = Checks()
-    long = build.DetailedConfig(block_size=72, rope_base=500.0, rope_scaling=RopeScaling(8.0))
-    cos, sin = build.rope_tables(long, 6)
-    short_cos, short_sin = build.rope_tables(build.DetailedConfig(block_size=9, rope_base=500.0), 6)
-    checks.close("linear: position 8t turns as t did, cos", cos[::8], short_cos, 1e-12)
-    checks.close("and sin", sin[::8], short_sin, 1e-12)
+    long = DetailedConfig(block_size=72, rope_base=500.0, rope_scaling=RopeScaling(8.0))
+    short = DetailedConfig(block_size=9, rope_base=500.0)
+    tables = torch.stack(rope_tables(long, 6))  # (2, T, 3): cosines, sines
+    expected = torch.stack(rope_tables(short, 6))
+    checks.close("linear: 8t turns as t", tables[:, ::8], expected, 1e-12)
     by_hand = torch.tensor([1.0, 0.01 / 9], dtype=torch.float64)  # √10,000 is 100, √9² is 9
-    checks.close("NTK: 9 times, 4 channels", NTKScaling(9.0).speeds(10_000.0, 4), by_hand, 1e-12)
+    checks.close("NTK by hand", NTKScaling(9.0).speeds(10_000.0, 4), by_hand, 1e-12)
     # 10,000^(i/64) > 2,048 / 2π from i = 64 ln 325.9 / ln 10,000 = 40.2 on: pairs 41 to 63.
-    checks.equal("pairs that never came round", pairs_with_new_angles(PLAIN), 23)
+    checks.equal("never came round", pairs_with_new_angles(PLAIN), 23)
     return checks.report()
 
 
