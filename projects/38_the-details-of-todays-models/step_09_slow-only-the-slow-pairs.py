@@ -4,17 +4,18 @@ Step 08 left two remedies for texts longer than those of the training. Linear sc
 pairs of channels: no angle is new, but the fast pairs, which tell neighbours apart, are slowed too.
 NTK scaling slows fast pairs less, but then the slow ones still meet new angles.
 
-But only pairs that never came round in training can meet a new angle. So slow these by the whole
-factor, leave alone the pairs that came round often, and mix both for the pairs between them. The
-fast pairs then tell neighbours apart as they always did. Two forms of this are in use:
+Only pairs that never came round in training can meet a new angle. So slow these by the whole
+factor, and leave alone the pairs that came round often: they tell neighbours apart as they always
+did. A pair between them gets a mixture of its own speed and the slowed one. Two forms are in use:
 
-- Llama 3.1's: pairs that came round 4 times or more are left alone. Below that, the mixture goes by
-  how often they did.
-- YaRN (Peng et al. 2023): pairs that came round 32 times or more are left alone. Below that, the
-  mixture goes by the number of the pair. It also makes scores larger, since in a longer text more
-  keys share the softmax. For that, the tables that turn queries and keys are multiplied by
-  `length`, so scores by its square: 1.46 for a text 8 times as long. gpt-oss does so. DeepSeek-V3,
-  where only a part of a head's channels is turned, multiplies whole scores instead: `on_scores`.
+- Llama 3.1's: pairs that came round 4 times or more are left alone. Between 1 and 4 times, the
+  mixture goes by how often a pair came round.
+- YaRN (Peng et al. 2023): pairs that came round 32 times or more are left alone. Between 1 and 32
+  times, the mixture goes by the number of the pair, in equal steps.
+
+YaRN also makes scores larger, 1.46 times in a text 8 times as long, since there more keys share the
+softmax. In gpt-oss turned queries and turned keys are multiplied by the root of that. DeepSeek-V3
+turns only a part of a head's channels. So it multiplies whole scores instead.
 
     python step_09_slow-only-the-slow-pairs.py
 
@@ -42,15 +43,11 @@ rope_speeds = step_08.rope_speeds
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Only pairs that turn seldom are slowed (Llama 3.1's code, apply_scaling).
-
-    What counts is how often a pair turns over in the training's length. More than `high` times: it
-    keeps its speed. Less than `low` times: it is slowed by the factor. Between them: a mixture.
-    """
+    """Only pairs that turn seldom are slowed (Llama 3.1's code, apply_scaling)."""
 
     trained: int  # positions that the model was trained on
-    low: float = 1.0
-    high: float = 4.0
+    low: float = 1.0  # a pair that came round less often is slowed by the factor
+    high: float = 4.0  # one that came round more often keeps its speed
 
     def speeds(self, base: float, width: int) -> torch.Tensor:
         speed = rope_speeds(base, width)
@@ -59,19 +56,23 @@ class Llama3Scaling(RopeScaling):
         return kept * speed + (1 - kept) * speed / self.factor
 
 
+def yarn_length(factor: float) -> float:
+    """What queries and keys are multiplied by, so scores by its square (section 3.4)."""
+    return 0.1 * math.log(factor) + 1
+
+
 @dataclass(frozen=True)
 class YaRNScaling(RopeScaling):
     """The same idea, and larger scores (Peng et al. 2023, sections 3.2 and 3.4).
 
-    The paper mixes by the number of turns, as Llama 3 does. Its authors' code, which all models
-    follow, mixes by the number of the pair, between the pairs that turn `fast` and `slow` times.
+    The mixture by the pair's number is the authors' code; their paper has Llama 3.1's form.
     """
 
     trained: int  # positions that the model was trained on
-    fast: float = 32.0
-    slow: float = 1.0
-    whole: bool = True  # whether the two ends of the mixture are rounded to whole pairs
-    on_scores: bool = False  # enlarge all of a score, also what comes from channels not turned
+    fast: float = 32.0  # a pair that came round so often keeps its speed
+    slow: float = 1.0  # one that came round so seldom is slowed by the factor
+    whole: bool = True  # whether the numbers of these two pairs are rounded, down and up
+    on_scores: bool = False  # whether whole scores are multiplied, as in DeepSeek-V3
 
     @property
     def length(self) -> float:
@@ -83,6 +84,7 @@ class YaRNScaling(RopeScaling):
 
     def speeds(self, base: float, width: int) -> torch.Tensor:
         def pair_that_turns(times: float) -> float:
+            # Its speed base^(-2i / width) is 2π · times / trained. Solved for i:
             return width * math.log(self.trained / (2 * math.pi * times)) / (2 * math.log(base))
 
         first = pair_that_turns(self.fast)
@@ -91,21 +93,13 @@ class YaRNScaling(RopeScaling):
             first = math.floor(first)
             last = math.ceil(last)
         first = max(first, 0)
-        last = min(last, width - 1)
+        last = min(last, width - 1)  # the authors' bound, though there are width / 2 pairs
         if first == last:
             last += 0.001  # not to divide by 0
         pair = torch.arange(width // 2, dtype=torch.float64)
         slowed = ((pair - first) / (last - first)).clamp(0, 1)
         speed = rope_speeds(base, width)
         return (1 - slowed) * speed + slowed * speed / self.factor
-
-
-def yarn_length(factor: float) -> float:
-    """0.1 ln factor + 1 (Peng et al. 2023, section 3.4); a score then has the square of it.
-
-    The longer the text, the more keys share the softmax; larger scores make up for that.
-    """
-    return 0.1 * math.log(factor) + 1
 
 
 # ---------------------------------------------------------------- look at it
@@ -126,18 +120,20 @@ def main() -> int:
     console.say(step_08.scalings_table(speeds))
     console.say(f"\npicture: {step_08.draw_picture(speeds, __file__)}")
     console.say("Look at the last two rows: no new angle, and neighbours as far apart as ever.")
+    console.say(f"YaRN also makes scores {scalings['YaRN'].length ** 2:.2f} times as large.")
 
     checks = Checks()
-    # Eight circles in training at speed 1; base 16 and 8 channels: speeds 1, 1/2, 1/4 and 1/8.
+    # Base 16 and 8 channels: speeds 1, 1/2, 1/4 and 1/8. In training they come round 8, 4, 2 and 1
+    # times. Llama 3.1's keeps the first two and a third of the next; YaRN keeps 1, 2/3, 1/3 and 0.
     circles = 2 * math.pi * 8
     llama = Llama3Scaling(factor=4.0, trained=circles).speeds(16.0, 8)
     by_hand = torch.tensor([1, 1 / 2, 1 / 4 * (1 / 3 + 2 / 3 / 4), 1 / 32], dtype=torch.float64)
-    checks.close("Llama 3.1's: 8, 4, 2 and 1 times round", llama, by_hand, 1e-12)
+    checks.close("Llama 3.1's by hand", llama, by_hand, 1e-12)
     yarn = YaRNScaling(factor=4.0, trained=circles, fast=8.0, whole=False).speeds(16.0, 8)
     by_hand = torch.tensor([1, 3 / 8, 1 / 8, 1 / 32], dtype=torch.float64)
-    checks.close("YaRN: the mixture is 0, 1/3, 2/3 and 1", yarn, by_hand, 1e-12)
+    checks.close("YaRN by hand", yarn, by_hand, 1e-12)
     scores = YaRNScaling(factor=40.0, trained=4_096, on_scores=True).score_factor
-    checks.close("DeepSeek-V3's scores: (0.1 ln 40 + 1)²", scores, 1.873854, 1e-6)
+    checks.close("DeepSeek-V3's scores", scores, 1.873854, 1e-6)
     return checks.report()
 
 
