@@ -34,9 +34,9 @@ gpt = chapters.load_build(5)
 modern = chapters.load_build(7)
 build = chapters.load_build(38)
 DetailedConfig = build.DetailedConfig  # chapter 37's config, and a field for each detail
-rope_tables = build.rope_tables
-softcap = build.softcap
-visible = build.visible
+rope_tables = build.rope_tables  # step 08
+softcap = build.softcap  # step 05
+visible = build.visible  # step 04
 
 # ---------------------------------------------------------------- the idea
 

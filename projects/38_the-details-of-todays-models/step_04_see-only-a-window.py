@@ -121,7 +121,7 @@ def main() -> int:
     checks = Checks()
     seen = visible(24, 24, 5, CPU)
     band = torch.ones(24, 24, dtype=torch.bool).tril().triu(-4)
-    checks.equal("window 5: torch's tril and triu", seen, band)
+    checks.equal("window 5, by torch", seen, band)
     # A product of matrices goes from a token to those it sees, and on to those that they see.
     paths = torch.linalg.matrix_power(seen.double(), 5)[23]
     checks.equal("5 layers: 20 back", 23 - paths.nonzero().min().item(), 20)

@@ -2,7 +2,7 @@
 
 Numbers that get too large can spoil a training. How can they be kept in bounds? Two ways:
 
-    clamp      cut: up to the cap a number stays as it is, beyond it becomes the cap
+    clamp      cut: up to the cap a number stays as it is, and beyond it the cap takes its place
     softcap    bend: cap · tanh(x / cap). Small numbers hardly change, and none passes the cap
 
 They differ in what is left beyond the cap. There a clamp makes 60 and 61 the same, and its gradient

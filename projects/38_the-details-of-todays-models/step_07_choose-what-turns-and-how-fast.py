@@ -34,7 +34,7 @@ from shared.checks import Checks
 
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
 DetailedConfig = build.DetailedConfig
-GroupedAttention = build.GroupedAttention  # its turn() is RoPE by such speeds; in step 01
+GroupedAttention = build.GroupedAttention  # its turn() is RoPE by the speeds below; in step 01
 
 # ---------------------------------------------------------------- the idea
 
@@ -52,7 +52,7 @@ def blind_layer(cfg: DetailedConfig) -> dict:
 
 # ---------------------------------------------------------------- look at it
 
-D = 256
+D = 256  # as in Gemma 3
 SMALL_BASE = DetailedConfig(block_size=32_768, d_head=D, rope_base=10_000.0)
 SETTINGS = {
     "base 10,000": SMALL_BASE,

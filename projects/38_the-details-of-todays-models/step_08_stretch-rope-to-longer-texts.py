@@ -51,8 +51,8 @@ class RopeScaling:
     """
 
     factor: float
-    length = 1.0  # what turned queries and keys are multiplied by; another number in step 09 alone
-    score_factor = 1.0  # what scores are multiplied by; the same goes for it
+    length = 1.0  # what turned queries and keys are multiplied by; YaRN (step 09) has more
+    score_factor = 1.0  # what scores are multiplied by; YaRN may have more
 
     def speeds(self, base: float, width: int) -> torch.Tensor:
         """As rope_speeds(), but slowed."""
@@ -90,7 +90,7 @@ TURNS = TRAINED * PLAIN / (2 * math.pi)  # how often each pair came round in tra
 
 
 def pairs_with_new_angles(speeds: torch.Tensor) -> int:
-    """How many pairs meet an angle that is new, if they turn so in a text FACTOR times as long."""
+    """How many pairs meet an angle that is new, at these speeds, in a text FACTOR times as long."""
     in_training = TRAINED * PLAIN  # each pair's largest angle
     in_long_text = FACTOR * TRAINED * speeds
     new = (TURNS < 1) & (in_long_text > in_training + 1e-6)  # a millionth may be rounding

@@ -14,8 +14,8 @@ did. A pair between them gets a mixture of its own speed and the slowed one. Two
   times, the mixture goes by the number of the pair, in equal steps.
 
 YaRN also makes scores larger, 1.46 times in a text 8 times as long, since there more keys share the
-softmax. In gpt-oss turned queries and turned keys are multiplied by the root of that. DeepSeek-V3
-turns only a part of a head's channels. So it multiplies whole scores instead.
+softmax. gpt-oss multiplies turned queries and turned keys by the root of that. DeepSeek-V3, which
+turns only a part of a head's channels, multiplies whole scores instead.
 
     python step_09_slow-only-the-slow-pairs.py
 
