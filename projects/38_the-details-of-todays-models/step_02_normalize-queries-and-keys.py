@@ -130,8 +130,8 @@ def main() -> int:
     found = [torch.stack([scores(make(kind, f), x) for f in FACTORS]) for kind in KINDS]
     plain, wide, each = [s.max().item() for s in found]  # at 32 times
     console.say(f"picture: {draw_picture(found)}\n")
-    console.say("One head's matrices are multiplied by 32. Look at its largest score:")
-    console.say(f"without {plain:,.0f}, with a norm on all heads {wide:.1f}, on each head {each:.1f}.")
+    console.say("Look at the head with matrices times 32. Its largest score is without norm")
+    console.say(f"{plain:,.0f}, with a norm on all heads {wide:.1f}, with one on each {each:.1f}.")
 
     checks = Checks()
     checks.between("on each head: ≤ √10", each, 2, 10**0.5)
