@@ -77,7 +77,7 @@ class DetailedConfig(real.GroupedConfig):
 
     # MLPs.
     activation: str | None = None  # one of ACTIVATIONS; None: the one that belongs to mlp_type
-    gated_mlp: str = "free"  # the form of a gated MLP, one of GATED_MLPS
+    gated_mlp: str = "plain"  # the form of a gated MLP, one of GATED_MLPS
 
     # Experts, for mlp_type "moe".
     router: str = "softmax"  # one of ROUTERS
@@ -622,7 +622,7 @@ class ClampedMLP(GatedMLP):
         return self.down_proj(gate * torch.sigmoid(self.slope * gate) * (up + 1))
 
 
-GATED_MLPS = {"free": GatedMLP, "clamped": ClampedMLP}  # free: its numbers aren't clamped
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: with a gate, but not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:

@@ -73,7 +73,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-GATED_MLPS = {"free": GatedMLP, "clamped": ClampedMLP}  # free: its numbers aren't clamped
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: with a gate, but not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
