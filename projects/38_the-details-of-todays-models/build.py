@@ -823,7 +823,7 @@ class DetailedGPT(real.RealGPT):
             self.lm_head.weight = self.token_embedding.weight
 
     def make_block(self, cfg: DetailedConfig) -> nn.Module:
-        return nn.Identity()  # keeps the place until __init__ knows the layer's config
+        return nn.Identity()  # chapter 37's __init__ asks for blocks; ours replaces them
 
     def make_norm(self, cfg: DetailedConfig) -> nn.Module:
         return make_norm(cfg, cfg.d_model)
@@ -837,7 +837,7 @@ class DetailedGPT(real.RealGPT):
 
 
 def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
-    """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
+    """Chapter 05's start, which sets gains to 1: here the w of a gain 1 + w, and sinks, are 0."""
     gpt.init_parameters(model, seed, std)
     for module in model.modules():
         if isinstance(module, GainPlusOne):
