@@ -711,8 +711,8 @@ class SigmoidMoE(SoftmaxMoE):
         n_best = min(2, in_groups.shape[2])
         worth = in_groups.topk(n_best).values.sum(-1)  # (N, groups)
         opened = best(worth, self.cfg.top_groups)  # (N, top_groups)
-        closed = torch.ones_like(worth, dtype=torch.bool)  # (N, groups): first all of them
-        closed = closed.scatter(1, opened, False)  # and now all but the opened
+        closed = torch.ones_like(worth, dtype=torch.bool)  # (N, groups)
+        closed = closed.scatter(1, opened, False)  # all but the opened ones
         allowed = in_groups.masked_fill(closed[..., None], -math.inf)
         return best(allowed.flatten(1), self.top_k)  # flat again: (N, E)
 
