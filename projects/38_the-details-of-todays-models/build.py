@@ -211,7 +211,7 @@ def make_norm(cfg: DetailedConfig, width: int) -> nn.Module:
         return nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.norm_bias)
     if cfg.norm_type == "rmsnorm":
         return RMS_NORMS[cfg.norm_gain](width, cfg.norm_eps)
-    return modern.make_norm(cfg.norm_type, width, cfg.norm_eps)
+    return modern.make_norm(cfg.norm_type, width, cfg.norm_eps)  # "none": no norm at all
 
 
 # ---------------------------------------------------------------- positions
@@ -611,7 +611,7 @@ class ClampedMLP(GatedMLP):
         return self.down_proj(gate * torch.sigmoid(self.slope * gate) * (up + 1))
 
 
-GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: not clamped
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: with a gate, but not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:
@@ -635,7 +635,7 @@ class SoftmaxMoE(modern.MoE):
     the softmax of the k largest logits alone (gpt-oss). As it is (OLMoE), they sum to less.
     """
 
-    fewest = 1  # chapter 07 refuses k = 1, where gates that sum to 1 teach the router nothing
+    fewest = 1  # the smallest k. Chapter 07 refuses 1: a gate divided by itself is always 1
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
@@ -644,7 +644,7 @@ class SoftmaxMoE(modern.MoE):
         self.experts = nn.ModuleList(make_gated_mlp(cfg) for _ in range(cfg.n_experts))
         self.shared = None
         if cfg.n_shared_experts is not None:
-            self.shared = make_gated_mlp(cfg, cfg.n_shared_experts)  # side by side, in one MLP
+            self.shared = make_gated_mlp(cfg, cfg.n_shared_experts)  # one MLP, as wide as all
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits (N, E) -> how well each expert suits each token (N, E)."""
@@ -654,14 +654,17 @@ class SoftmaxMoE(modern.MoE):
         """Scores (N, E) -> the chosen experts (N, k)."""
         return best(scores, self.top_k)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens x (N, C) -> gates (N, k) and the chosen experts (N, k)."""
-        dtype = torch.promote_types(x.dtype, torch.float32)  # choose in float32 or better
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's product, tokens x (N, C) -> (N, E): in float32 even under autocast."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
         router = self.router
         bias = None if router.bias is None else router.bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(dtype), router.weight.to(dtype), bias)  # (N, E)
-        scores = self.scores(logits)
+            return F.linear(x.to(dtype), router.weight.to(dtype), bias)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens x (N, C) -> gates (N, k) and the chosen experts (N, k)."""
+        scores = self.scores(self.logits(x))
         chosen = self.choose(scores)
         gates = scores.gather(1, chosen)
         if self.cfg.renormalise:
@@ -697,9 +700,10 @@ class SigmoidMoE(SoftmaxMoE):
         n_best = min(2, in_groups.shape[2])
         worth = in_groups.topk(n_best).values.sum(-1)  # (N, groups)
         opened = best(worth, self.cfg.top_groups)  # (N, top_groups)
-        closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, opened, False)  # (N, groups)
-        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)  # (N, E) again
-        return best(wanted, self.top_k)
+        closed = torch.ones_like(worth, dtype=torch.bool)  # (N, groups)
+        closed = closed.scatter(1, opened, False)  # all but the opened ones
+        allowed = in_groups.masked_fill(closed[..., None], -math.inf)
+        return best(allowed.flatten(1), self.top_k)  # flat again: (N, E)
 
 
 ROUTERS = {"softmax": SoftmaxMoE, "sigmoid": SigmoidMoE}
@@ -808,7 +812,7 @@ class DetailedGPT(real.RealGPT):
             self.lm_head.weight = self.token_embedding.weight
 
     def make_block(self, cfg: DetailedConfig) -> nn.Module:
-        return nn.Identity()  # keeps the place until __init__ knows the layer's config
+        return nn.Identity()  # chapter 37's __init__ asks for blocks; ours replaces them
 
     def make_norm(self, cfg: DetailedConfig) -> nn.Module:
         return make_norm(cfg, cfg.d_model)
@@ -822,7 +826,7 @@ class DetailedGPT(real.RealGPT):
 
 
 def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
-    """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
+    """Chapter 05's start, which sets gains to 1: here the w of a gain 1 + w, and sinks, are 0."""
     gpt.init_parameters(model, seed, std)
     for module in model.modules():
         if isinstance(module, GainPlusOne):

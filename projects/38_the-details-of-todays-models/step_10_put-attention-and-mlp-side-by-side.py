@@ -20,7 +20,7 @@ was not.
 
     python step_10_put-attention-and-mlp-side-by-side.py
 
-draws outputs/step_10.png. Shapes: B batch, T positions, C = d_model.
+draws outputs/step_10.png. Shapes: B batch, T positions, C = d_model, D = head_dim.
 """
 
 import sys
@@ -52,6 +52,7 @@ class ParallelBlock(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm1(x)
+        # residual_scale is 1 in all models but Granite (step 16).
         return x + self.residual_scale * (self.attn(normed) + self.mlp(normed))
 
 
@@ -65,8 +66,8 @@ def in_two_products(block: ParallelBlock, x: torch.Tensor) -> torch.Tensor:
 
     product = block.norm1(x) @ read.T
     qkv, gate, up = product.split([matrix.out_features for matrix in readers], dim=-1)
-    n_heads = [attn.n_heads, attn.n_kv_heads, attn.n_kv_heads]  # of queries, keys and values
-    q, k, v = qkv.unflatten(2, (-1, attn.head_dim)).transpose(1, 2).split(n_heads, dim=1)
+    every_head = qkv.unflatten(2, (-1, attn.head_dim)).transpose(1, 2)  # (B, heads, T, D)
+    q, k, v = every_head.split([attn.n_heads, attn.n_kv_heads, attn.n_kv_heads], dim=1)
     q = attn.turn(q, start=0)
     k = attn.turn(k, start=0)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -82,7 +83,8 @@ SIZES = {"n_layers": 3, "n_heads": 6, "n_kv_heads": 3, "d_model": 24, "d_hidden"
 
 def make_model(norm_place: str) -> build.DetailedGPT:
     """Random numbers in float64, the norms' gains included."""
-    model = build.DetailedGPT(DetailedConfig(**SIZES, norm_place=norm_place), 29).double()
+    cfg = DetailedConfig(**SIZES, norm_place=norm_place)
+    model = build.DetailedGPT(cfg, vocab_size=29).double()
     for name, p in model.named_parameters():
         nn.init.normal_(p, std=0.5, generator=generator(1, "step_10", name))
     return model
@@ -128,8 +130,10 @@ def main() -> int:
 
     x = torch.randn(2, 9, 24, dtype=torch.float64, generator=generator(1, "step_10", "x"))
     checks = Checks()
-    after_attn_2 = [matrix[3:5, 3].int().tolist() for matrix in reads.values()]
-    checks.equal("do MLP 2, attn 3 read attn 2", after_attn_2, [[1, 1], [0, 1]])
+    row = PARTS.index("MLP 2") - 1  # row 0 is attn 1's: the embedding reads nothing
+    column = PARTS.index("attn 2")
+    found = [matrix[row, column].item() for matrix in reads.values()]
+    checks.equal("MLP 2 reads attn 2", found, [True, False])
     serial = models["one after the other"].blocks[0]
     block = ParallelBlock(serial.attn.cfg).double()
     block.load_state_dict(serial.state_dict(), strict=False)  # it has no norm2

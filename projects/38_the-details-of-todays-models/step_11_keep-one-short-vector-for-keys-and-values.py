@@ -2,20 +2,19 @@
 
 A model that writes keeps the keys and values of all past tokens: its cache. Grouped heads (chapter
 37, step 03) make it smaller by having fewer heads of keys and values. Latent attention (DeepSeek-V2
-and V3) keeps one short vector for each token instead, the latent. A matrix, call it U, makes the
-keys and values of all heads out of it: in DeepSeek-V3, 2 · 128 · 128 numbers out of 512.
+and V3) keeps one short vector for each token instead, the latent. In DeepSeek-V3 it has 512
+numbers. A matrix U makes of them the keys and values of all 128 heads, each of 128 channels.
 
-Must all past keys be made again for each new token? No. A score is query · (U short), and that is
-the same number as (Uᵀ query) · short. So the new query goes through U, once, and then reads the
-short vectors as they lie in the cache. No key is ever made.
+Must all past keys be made again for each new token? No. A score is query · (U latent), and that is
+the same number as (Uᵀ query) · latent. So the new query goes through Uᵀ, once, and then reads the
+latents as they lie in the cache. No key is ever made.
 
-But RoPE turns a key by an angle that depends on its position. A score would be
-query · turn(U short), and the turn, another one at each position, keeps U from going over to the
-query. Turning the short vector instead doesn't help: U mixes channels that were turned by different
-angles, and the score depends on more than the distance. So a head has channels of two sorts.
-Content is made of the short vector and never turned. Position is turned, and made of the token
-directly: one key of 64 channels for all heads, which the cache keeps too. That is 576 numbers in
-all. Two ordinary heads keep 512.
+But RoPE turns a key by an angle that depends on its position, and a score would be
+query · turn(U latent). Then the query would have to go through another matrix for each past
+position. So a head has channels of two sorts. Content is made of the latent and never turned.
+Position is turned, and made of the token directly: one key of 64 channels for all heads, which the
+cache keeps beside the latent. Together these are 576 numbers. Two ordinary heads have two keys and
+two values of 128 channels: 512 numbers, hardly less.
 
     python step_11_keep-one-short-vector-for-keys-and-values.py
 
@@ -35,7 +34,7 @@ from shared.checks import Checks
 from shared.console import Table, say
 from shared.randomness import generator
 
-gpt = chapters.load_build(5)
+gpt = chapters.load_build(5)  # its ResidualWriter is a Linear
 build = chapters.load_build(38)  # the finished chapter: what is not on this page
 DetailedConfig = build.DetailedConfig
 GroupedAttention = build.GroupedAttention
@@ -109,7 +108,7 @@ def newest_output(attention: LatentAttention, x: torch.Tensor) -> torch.Tensor:
     short_query = content @ up_k  # (B, H, 1, kv_rank): Uᵀ query
     scores = short_query @ latent.mT + turned @ place.mT  # (B, H, 1, T)
     weights = attention.weigh(scores * attention.score_scale)
-    y = weights @ latent @ up_v.mT  # first the short vectors are mixed, then comes U
+    y = weights @ latent @ up_v.mT  # first the latents are mixed, then comes U
     return attention.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -136,7 +135,7 @@ def main() -> int:
 
     checks = Checks()
     checks.equal("DeepSeek-V3's cache keeps", in_v3.n_cached, 576)
-    checks.equal("U makes out of 512", in_v3.kv_up.out_features, 2 * 128 * 128)
+    checks.equal("U makes out of a latent", in_v3.kv_up.out_features, 2 * 128 * 128)
     q, k, _ = attention.heads(x)
     moved_q, moved_k, _ = attention.heads(x, start=100)
     checks.close("moved on by 100: same", moved_q @ moved_k.mT, q @ k.mT, 1e-9)

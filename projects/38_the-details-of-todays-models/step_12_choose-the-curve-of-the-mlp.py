@@ -45,6 +45,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+# Chapter 07's are GELU and ReLU², max(x, 0)² (nanochat's).
 ACTIVATIONS = {**modern.ACTIVATIONS, "gelu_tanh": gelu_tanh, "silu": F.silu}
 
 
@@ -53,6 +54,7 @@ class PlainMLP(modern.ModernMLP):
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
+        # In chapter 07's configs mlp_type, "gelu" or "relu2", names the curve of a plain MLP.
         self.activation = ACTIVATIONS[cfg.activation or cfg.mlp_type]
 
 
@@ -71,7 +73,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: not clamped
+GATED_MLPS = {"plain": GatedMLP, "clamped": ClampedMLP}  # plain: with a gate, but not clamped
 
 
 def make_gated_mlp(cfg: DetailedConfig, times: int = 1) -> nn.Module:

@@ -56,7 +56,7 @@ def best(scores: torch.Tensor, k: int) -> torch.Tensor:
 class SoftmaxMoE(modern.MoE):
     """Chapter 07's experts; a gate is the router's probability, renormalised or not."""
 
-    fewest = 1  # chapter 07 refuses k = 1, where gates that sum to 1 teach the router nothing
+    fewest = 1  # the smallest k. Chapter 07 refuses 1: a gate divided by itself is always 1
 
     def __init__(self, cfg: DetailedConfig):
         super().__init__(cfg)
@@ -65,7 +65,7 @@ class SoftmaxMoE(modern.MoE):
         self.experts = nn.ModuleList(make_gated_mlp(cfg) for _ in range(cfg.n_experts))
         self.shared = None
         if cfg.n_shared_experts is not None:
-            self.shared = make_gated_mlp(cfg, cfg.n_shared_experts)  # side by side, in one MLP
+            self.shared = make_gated_mlp(cfg, cfg.n_shared_experts)  # one MLP, as wide as all
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits (N, E) -> how well each expert suits each token (N, E)."""
@@ -75,14 +75,17 @@ class SoftmaxMoE(modern.MoE):
         """Scores (N, E) -> the chosen experts (N, k)."""
         return best(scores, self.top_k)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens x (N, C) -> gates (N, k) and the chosen experts (N, k)."""
-        dtype = torch.promote_types(x.dtype, torch.float32)  # choose in float32 or better
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's product, tokens x (N, C) -> (N, E): in float32 even under autocast."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
         router = self.router
         bias = None if router.bias is None else router.bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(dtype), router.weight.to(dtype), bias)  # (N, E)
-        scores = self.scores(logits)
+            return F.linear(x.to(dtype), router.weight.to(dtype), bias)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens x (N, C) -> gates (N, k) and the chosen experts (N, k)."""
+        scores = self.scores(self.logits(x))
         chosen = self.choose(scores)
         gates = scores.gather(1, chosen)
         if self.cfg.renormalise:
@@ -124,8 +127,10 @@ def main() -> int:
     say("\nLook at the last column: only with 2.5 do the eight come near the shared one, 1.")
 
     checks = Checks()
+    moe = make()  # gates that sum to 1
+    gates, chosen = moe.route(x)
     largest = moe.router(x).topk(8).values
-    checks.close("gates: softmax of eight logits", gates, 2.5 * largest.softmax(-1), 1e-5)
+    checks.close("gates: softmax of 8 logits", gates, largest.softmax(-1), 1e-5)
     by_hand = moe.shared(x[7])
     for gate, e in zip(gates[7], chosen[7]):
         by_hand += gate * moe.experts[e](x[7])
@@ -133,7 +138,7 @@ def main() -> int:
     undecided = make(renormalise=False)
     nn.init.zeros_(undecided.router.weight)
     gates, _ = undecided.route(x)
-    checks.close("undecided, as they are: 8/64", gates.sum(-1), torch.full((500,), 0.125), 1e-6)
+    checks.close("undecided: 8/64 in all", gates.sum(-1), torch.full((500,), 0.125), 1e-6)
     return checks.report()
 
 

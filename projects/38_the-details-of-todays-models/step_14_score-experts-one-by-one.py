@@ -62,9 +62,10 @@ class SigmoidMoE(SoftmaxMoE):
         n_best = min(2, in_groups.shape[2])
         worth = in_groups.topk(n_best).values.sum(-1)  # (N, groups)
         opened = best(worth, self.cfg.top_groups)  # (N, top_groups)
-        closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, opened, False)  # (N, groups)
-        wanted = in_groups.masked_fill(closed[..., None], -math.inf).flatten(1)  # (N, E) again
-        return best(wanted, self.top_k)
+        closed = torch.ones_like(worth, dtype=torch.bool)  # (N, groups)
+        closed = closed.scatter(1, opened, False)  # all but the opened ones
+        allowed = in_groups.masked_fill(closed[..., None], -math.inf)
+        return best(allowed.flatten(1), self.top_k)  # flat again: (N, E)
 
 
 # ---------------------------------------------------------------- look at it
@@ -81,7 +82,9 @@ def make(n_machines: int) -> SigmoidMoE:
 
 def machines(chosen: torch.Tensor) -> torch.Tensor:
     """On how many machines the chosen experts (N, 8) of each token stand, (N,)."""
-    return F.one_hot(chosen // 32, 8).amax(1).sum(1)
+    each = F.one_hot(chosen // 32, 8)  # (N, 8 experts, 8 machines): 1 where an expert stands
+    used = each.amax(1)  # (N, 8 machines): 1 where one of the experts stands
+    return used.sum(1)
 
 
 def draw_picture(scores: torch.Tensor, chosen: dict[str, torch.Tensor]) -> Path:

@@ -81,7 +81,7 @@ def make_norm(cfg: DetailedConfig, width: int) -> nn.Module:
         return nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.norm_bias)
     if cfg.norm_type == "rmsnorm":
         return RMS_NORMS[cfg.norm_gain](width, cfg.norm_eps)
-    return modern.make_norm(cfg.norm_type, width, cfg.norm_eps)
+    return modern.make_norm(cfg.norm_type, width, cfg.norm_eps)  # "none": no norm at all
 
 
 # ---------------------------------------------------------------- look at it

@@ -8,9 +8,9 @@ Granite 3 has four. These are of its size 2B, with heads of D = 64 channels:
 - logit_scale, 1/8: logits become smaller.
 
 All four can be folded into weights. What attention and MLP add comes out of a matrix, and so do
-queries. The embedding is the head's matrix, too, so if it is made 12 times as large, logits become
-larger. But a norm stands before the head, and its gain can be made smaller by as much, and by
-logit_scale with it.
+queries: these matrices can hold the factors. The embedding can be made 12 times as large. It is the
+head's matrix, too, so logits become 12 times as large; but a norm stands before the head, and if
+its gain is divided by 12, they don't. The same gain can hold logit_scale.
 
 So multipliers add nothing to what a model can compute. They change how it learns. AdamW moves every
 stored number by about the learning rate, however large its gradient. If a number is multiplied by
@@ -71,7 +71,8 @@ def granite() -> build.DetailedGPT:
     for name, p in model.named_parameters():
         draw = generator(1, "multipliers", name)
         std = 0.02 if name.startswith("token") else p.shape[-1] ** -0.5
-        torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=std, generator=draw)
+        mean = 1.0 if "norm" in name else 0.0  # gains are near 1
+        torch.nn.init.normal_(p, mean=mean, std=std, generator=draw)
     return model
 
 

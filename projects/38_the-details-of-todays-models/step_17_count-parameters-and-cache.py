@@ -69,22 +69,20 @@ def counts(name: str, **changes) -> dict[str, int]:
     }
 
 
-def counts_by_period(name: str, period: int) -> dict[str, int]:
-    """The same, sooner: layers repeat after a period, so the first of them tell what all count.
+def counts_with_experts(name: str) -> dict[str, int]:
+    """The same of a model with experts, sooner: DeepSeek-V3's are 45,000 matrices, slow to make.
 
-    The experts of all of DeepSeek-V3's layers are 45,000 matrices, which take seconds to make.
+    All are equally large. So two models, with one and with two in each layer, tell the rest.
     """
-    shape = PUBLISHED[name].shape
-    n_few = shape.get("n_dense_layers", 0) + period  # the layers without experts come first
-    few = counts(name, n_layers=n_few)
-    more = counts(name, n_layers=n_few + period)
-    n_periods = (shape["n_layers"] - n_few) // period
-    return {what: few[what] + n_periods * (more[what] - few[what]) for what in few}
+    few = {"top_k": 1, "n_groups": 1, "top_groups": 1}
+    one = counts(name, n_experts=1, **few)
+    two = counts(name, n_experts=2, **few)
+    each = two["stored"] - one["stored"]  # one expert more in each layer
+    n_more = PUBLISHED[name].shape["n_experts"] - 1
+    return one | {"stored": one["stored"] + n_more * each}
 
 
 # ---------------------------------------------------------------- look at it
-
-PERIODS = {"olmoe": 1, "qwen3-moe": 1, "deepseek-v3": 1, "gpt-oss": 2}  # of many experts
 
 
 def kind(name: str) -> str:
@@ -119,8 +117,10 @@ def draw_picture(found: dict[str, dict[str, int]]) -> Path:
 
 
 def main() -> int:
-    found = {name: counts_by_period(name, period) for name, period in PERIODS.items()}
-    found |= {name: counts(name) for name in RECIPES if name not in found}
+    found = {}
+    for name in RECIPES:
+        has_experts = "n_experts" in PUBLISHED[name].shape
+        found[name] = counts_with_experts(name) if has_experts else counts(name)
     found = dict(sorted(found.items(), key=lambda item: -item[1]["text"]))
     rows = []
     for name, count in found.items():

@@ -1,9 +1,10 @@
 """Step 18: put the parts together.
 
-Each step before this one exchanged a part of chapter 37's model. A whole model is a list of such
+The steps before this one exchanged parts of chapter 37's model. A whole model is a list of such
 parts, and here the list is data: a recipe names the fields of the config that it changes, and a
-field names a class in a table. norm_place="after" is BLOCKS["after"]. So a new model is some ten
-lines of data, and the model's code never asks for a model's name.
+field names a class in a table. norm_place="after" is BLOCKS["after"]. What a recipe doesn't name is
+as in chapter 37: RMSNorm, SwiGLU, RoPE, shared key/value heads. So a new model is some ten lines of
+data, and the model's code never asks for a model's name.
 
 Layers may differ: of Gemma 3's, five in six see a window. So each layer gets a config of its own,
 which layer_config() makes of the model's. What is left for the class below are the two ends,
@@ -35,7 +36,7 @@ build = chapters.load_build(38)  # the finished chapter: what is not on this pag
 BLOCKS = build.BLOCKS
 DetailedConfig = build.DetailedConfig
 GainPlusOne = build.GainPlusOne
-Head = build.Head
+Head = build.Head  # the matrix that makes logits; it may scale or cap them
 Llama3Scaling = build.Llama3Scaling
 SinkAttention = build.SinkAttention
 layer_config = build.layer_config  # in step 04
@@ -58,7 +59,7 @@ class DetailedGPT(real.RealGPT):
             self.lm_head.weight = self.token_embedding.weight
 
     def make_block(self, cfg: DetailedConfig) -> nn.Module:
-        return nn.Identity()  # keeps the place until __init__ knows the layer's config
+        return nn.Identity()  # chapter 37's __init__ asks for blocks; ours replaces them
 
     def make_norm(self, cfg: DetailedConfig) -> nn.Module:
         return make_norm(cfg, cfg.d_model)
@@ -72,7 +73,7 @@ class DetailedGPT(real.RealGPT):
 
 
 def init_parameters(model: DetailedGPT, seed: int, std: float | str = 0.02) -> None:
-    """Chapter 05's start, which sets vectors to 1: here gains of 1 + w and sinks start at 0."""
+    """Chapter 05's start, which sets gains to 1: here the w of a gain 1 + w, and sinks, are 0."""
     gpt.init_parameters(model, seed, std)
     for module in model.modules():
         if isinstance(module, GainPlusOne):
