@@ -82,7 +82,7 @@ def test_every_sabotage_has_its_row():
 @pytest.mark.parametrize(
     ("claim", "name", "row"),
     [
-        (r"by 0\.075 ± 0\.053", "400-steps-5-seeds.txt", "Mistral 7B v0.1"),
+        (r"is -0\.075 ± 0\.053", "400-steps-5-seeds.txt", "Mistral 7B v0.1"),
         (r"is -0\.063 ± 0\.067", "400-steps-5-seeds.txt", "Qwen3"),
         (r"is \+0\.001 ± 0\.027", "experts-falling-rate-5-seeds.txt", "DeepSeek-V3"),
     ],

@@ -225,9 +225,10 @@ def rope_speeds(base: float, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Slower turning, so that a text `factor` times as long meets no angle that is new.
+    """Slower turning, for a text `factor` times as long as those of the training.
 
-    This one slows all pairs alike: position t turns as t / factor did (Chen et al. 2023, eq. 4).
+    This one slows all pairs alike, and no angle is new: position t turns as t / factor did (Chen et
+    al. 2023, eq. 4).
     """
 
     factor: float
@@ -1037,15 +1038,14 @@ def recipes_table() -> Table:
 
 
 HOW_TO_READ = """\
-empty   as in chapter 37
+empty   as in chapter 37, but for ends
 norm    LN is LayerNorm; 1+w and none are the gains of an RMSNorm
 place   where the norms stand
 window  how many of the layers have one
 RoPE    what slows it for long texts; 3 of 4: the fourth layer has no positions
 MoE     experts; + 1: one for all tokens; sum<1: gates not divided by their sum
-ends    tied: head and embedding are one matrix. (That is so in chapter 37, too:
-        here an empty place means two matrices.) × multipliers; cap: on the
-        logits; norm: on the embeddings"""
+ends    tied: head and embedding are one matrix, empty: two; × multipliers;
+        cap: on the logits; norm: on the embeddings"""
 
 
 def places(cfg: DetailedConfig) -> dict[str, str]:

@@ -45,9 +45,10 @@ rope_speeds = build.rope_speeds  # step 07
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Slower turning, so that a text `factor` times as long meets no angle that is new.
+    """Slower turning, for a text `factor` times as long as those of the training.
 
-    This one slows all pairs alike: position t turns as t / factor did (Chen et al. 2023, eq. 4).
+    This one slows all pairs alike, and no angle is new: position t turns as t / factor did (Chen et
+    al. 2023, eq. 4).
     """
 
     factor: float

@@ -14,7 +14,7 @@ layer instead of two.
 
 What is gained is time. Both halves read the same vector, so the matrices that read it can be one
 matrix. Both results are added to the same stream, so the matrices that write can be one, too. Then
-a block is two large matrix products instead of four. The makers of PaLM found that large models
+a block is two large matrix products instead of five. The makers of PaLM found that large models
 train 15 % faster. With 8 billion parameters the model was slightly worse for it, with 62 billion it
 was not.
 

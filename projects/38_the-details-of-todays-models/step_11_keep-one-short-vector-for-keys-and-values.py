@@ -69,7 +69,7 @@ class LatentAttention(GroupedAttention):
         q = self.q_up(self.q_norm(self.q_down(x)))
         q = q.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
         content, place = q.split([self.d_content, self.cfg.d_rope], dim=-1)
-        return torch.cat((content, self.turn(place, start)), dim=-1)
+        return torch.cat((content, self.turn(place, start)), dim=-1)  # turns all of place
 
     def shorten(self, x: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a cache keeps of x (B, T, C): (B, T, kv_rank), and a turned key (B, T, d_rope)."""

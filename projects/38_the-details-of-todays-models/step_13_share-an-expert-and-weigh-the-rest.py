@@ -65,7 +65,7 @@ class SoftmaxMoE(modern.MoE):
         self.experts = nn.ModuleList(make_gated_mlp(cfg) for _ in range(cfg.n_experts))
         self.shared = None
         if cfg.n_shared_experts is not None:
-            self.shared = make_gated_mlp(cfg, cfg.n_shared_experts)  # one MLP, as wide as all
+            self.shared = make_gated_mlp(cfg, cfg.n_shared_experts)  # one, as wide as all together
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits (N, E) -> how well each expert suits each token (N, E)."""

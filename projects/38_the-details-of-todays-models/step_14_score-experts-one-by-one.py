@@ -13,7 +13,7 @@ Groups. In the training of DeepSeek-V3 the 256 experts of a layer stood on eight
 each. A token has to be sent to every machine that has one of its eight experts, and sending takes
 time. So a token first chooses four machines, and then its experts there. It takes the machines
 whose two best experts have the largest sum of scores: eight experts on four machines are two on
-each.
+each, on average.
 
     python step_14_score-experts-one-by-one.py
 

@@ -45,7 +45,7 @@ NONE = {"embedding_scale": 1.0, "residual_scale": 1.0, "score_scale": None, "log
 
 @torch.no_grad()
 def fold(model: build.DetailedGPT) -> build.DetailedGPT:
-    """A model that computes the same as this one, which is tied, and has no multipliers."""
+    """A model without multipliers that computes the same as this tied one."""
     cfg = model.cfg
     folded = build.DetailedGPT(replace(cfg, **NONE), model.vocab_size)
     folded.to(model.token_embedding.weight.dtype).load_state_dict(model.state_dict())

@@ -3,8 +3,9 @@
 The steps before this one exchanged parts of chapter 37's model. A whole model is a list of such
 parts, and here the list is data: a recipe names the fields of the config that it changes, and a
 field names a class in a table. norm_place="after" is BLOCKS["after"]. What a recipe doesn't name is
-as in chapter 37: RMSNorm, SwiGLU, RoPE, shared key/value heads. So a new model is some ten lines of
-data, and the model's code never asks for a model's name.
+as in chapter 37: RMSNorm, SwiGLU, RoPE, shared key/value heads. Widths and numbers of heads belong
+to a model's sizes, not to its recipe. So a new model is some ten lines of data, and the model's
+code never asks for a model's name.
 
 Layers may differ: of Gemma 3's, five in six see a window. So each layer gets a config of its own,
 which layer_config() makes of the model's. What is left for the class below are the two ends,
