@@ -186,7 +186,10 @@ ROWS = {
         "unbalanced": pair(400, *UNBALANCED),
     },
     "decay": {"400 steps": pair(400, "decay of all", "decay of matrices")},
-    "recentring": {"400 steps": pair(400, RMSNORM_NAME, "recentred", judging=20)},
+    "recentring": {
+        "400 steps": pair(400, RMSNORM_NAME, "recentred"),
+        "1,600 steps": pair(1600, RMSNORM_NAME, "recentred"),
+    },
     "statistics": {"400 steps": pair(400, RMSNORM_NAME, "bfloat16 statistics")},
     "pre-norm": {
         "2 layers": pair(200, GELU_NAME, "post-norm"),
@@ -200,14 +203,18 @@ ROWS = {
         "200 steps": pair(200, GELU_NAME, "RoPE"),
         "800 steps": pair(800, GELU_NAME, "RoPE"),
     },
-    "width": {"800 steps": pair(800, GELU_NAME, SWIGLU_NAME, "SwiGLU, 4C inside")},
+    "width": {
+        "800 steps": pair(800, GELU_NAME, SWIGLU_NAME, "SwiGLU, 4C inside"),
+        "1,600 steps": pair(1600, GELU_NAME, SWIGLU_NAME, "SwiGLU, 4C inside"),
+    },
     "activations": {"800 steps": pair(800, GELU_NAME, *ACTIVATIONS)},
     "clipping": {
         "own best rates": pair(400, GELU_NAME, "not clipped"),
         "a high rate": at_high_rate(400, GELU_NAME, "not clipped"),
     },
     "tied": {
-        "characters": pair(400, GELU_NAME, "untied"),
+        "characters, 400 steps": pair(400, GELU_NAME, "untied"),
+        "characters": pair(1600, GELU_NAME, "untied"),
         "byte pairs": pair(400, GELU_NAME, "untied", "tied, 7 layers", judging=4, text=BYTE_PAIRS),
     },
 }
