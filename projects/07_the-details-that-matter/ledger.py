@@ -317,43 +317,31 @@ FIGURES = {
 # ---------------------------------------------------------------- beyond the default run
 
 BEYOND = "At one shared rate"  # how the paragraph begins
-SUITS = f"{BEYOND} a comparison also measures which model that rate suits: "
+SCHEDULES = {"constant": "With a constant rate", "cosine": "With a rate that falls to 0"}
 
 
 def beyond() -> str:
     """What is known beyond `make tiny`, which build.py says under its finding: one paragraph."""
-    studied = from_study()
-    if studied:
-        return SUITS + studied
-    _, said = rows.in_log("falling-rate-6-seeds.txt", "LayerNorm", "SwiGLU")
+    found = rows.studied("rates")
+    schedules = [at_best_rates(condition, models) for condition, models in found]
     return (
-        f"{SUITS}at a rate that falls to 0, SwiGLU was {said} than GELU. "
-        "The README has the command."
+        f"{BEYOND} a comparison also measures which model that rate suits. Each at its own best "
+        f"rate, after {found[0][0].setting.steps} steps, against {rows.BASELINE}. "
+        f"{' '.join(schedules)} LEDGER.md says more."
     )
 
 
-def from_study() -> str:
-    """The differences at each variant's own best rate; empty while the study isn't there."""
-    for condition, models in rows.studied("rates"):
-        if models is not None and condition.setting.schedule == "cosine":
-            losses = {name: model.values() for name, model in models.items()}
-            return at_best_rates(verdict.against(rows.BASELINE, losses), condition)
-    return ""
-
-
-def at_best_rates(found: dict, condition) -> str:
-    """The differences by what may be said of them."""
+def at_best_rates(condition, models: dict) -> str:
+    """The differences to the baseline, by what may be said of them."""
+    losses = {name: model.values() for name, model in models.items()}
+    found = verdict.against(rows.BASELINE, losses)
     parts = []
     for answer in verdict.ANSWERS:
-        so = {name: gap for name, (gap, judged) in found.items() if judged.said == answer}
-        names = [f"{name} ({gap})" for name, gap in so.items()]
+        names = [f"{name} ({gap})" for name, (gap, judged) in found.items() if judged.said == answer]
         within = f" within {DELTA:g}" * (answer == "equal")
         if names:
             parts.append(f"{answer}{within}: {', '.join(names)}")
-    return (
-        f"each at its own best rate, after {condition.setting.steps} steps with a rate that falls "
-        f"to 0, against {rows.BASELINE}: {'; '.join(parts)}. LEDGER.md says more."
-    )
+    return f"{SCHEDULES[condition.setting.schedule]}: {'; '.join(parts)}."
 
 
 def with_paragraph(log: str, text: str) -> str:
@@ -396,10 +384,8 @@ def top_section() -> str:
         f"in [the ledger]({folder}/LEDGER.md): {len(ROWS)} claims, each with its source, its "
         "numbers and a command that makes them."
     )
-    parts = [wrapped(text), short_table(f"{folder}/LEDGER.md")]
-    if from_study():
-        parts.insert(0, wrapped(beyond()))
-    return "\n\n".join(parts)
+    table = short_table(f"{folder}/LEDGER.md")
+    return "\n\n".join([wrapped(beyond()), wrapped(text), table])
 
 
 def pages() -> dict[Path, str]:

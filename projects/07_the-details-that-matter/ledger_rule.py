@@ -9,7 +9,7 @@ judged together (Holm 1979). Then of all groups of a row:
     equal within 0.02          every answer is "equal", whether the claim says so or not
     depends on the rate        some answers are as claimed and some are not; what sets them apart
     not at this scale          no answer is as claimed
-    can't tell                 fewer than half of the measurements give an answer
+    can't tell                 half of the measurements, or more, give no answer
     not yet run                no group has all its measurements
     ..., so far                a group lacks some, and is left out
 
@@ -147,7 +147,7 @@ def judge_answers(by_group: dict[str, list[str]], evidence: Compared) -> str:
     every = [answer for found in by_group.values() for answer in found]
     given = [answer for answer in every if answer != CANT_TELL]
     as_claimed = [answer in evidence.claimed for answer in given]
-    if 2 * len(given) < len(every):
+    if 2 * len(given) <= len(every):
         return CANT_TELL
     if set(given) == {"equal"}:
         return f"{EQUAL}{evidence.delta:g}"
