@@ -337,7 +337,8 @@ def at_best_rates(condition, models: dict) -> str:
     found = verdict.against(rows.BASELINE, losses)
     parts = []
     for answer in verdict.ANSWERS:
-        names = [f"{name} ({gap})" for name, (gap, judged) in found.items() if judged.said == answer]
+        so = {name: gap for name, (gap, judged) in found.items() if judged.said == answer}
+        names = [f"{name} ({gap})" for name, gap in so.items()]
         within = f" within {DELTA:g}" * (answer == "equal")
         if names:
             parts.append(f"{answer}{within}: {', '.join(names)}")
